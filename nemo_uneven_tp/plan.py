@@ -1,0 +1,246 @@
+"""The plan: who holds what, who meets whom, who computes how much (pure data).
+
+A :class:`Plan` is the whole answer to "these ranks failed, how do we go on": cells, shares,
+sync groups and micro-batches per replica. It is made by :mod:`nemo_uneven_tp.planner`
+without a process group, is the same on every rank, and travels as JSON.
+
+Words: **cell** (replica r, stage p): the ranks that hold stage p of replica r. **Nominal
+rank**: a rank's number in the stock, undamaged layout; **compact rank**: its number among
+the living. **Sync group**: the ranks, one per replica, that own the same segments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from nemo_uneven_tp.errors import UserError
+from nemo_uneven_tp.model_shape import ModelShape
+from nemo_uneven_tp.shares import Axis, Boundaries, cut_points, owner_index
+
+PLAN_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One data-parallel replica x one pipeline stage.
+
+    ``ranks`` are compact, ``nominal_ranks`` the same processes in the stock numbering,
+    both in tensor-parallel order. ``shares`` holds ``degree + 1`` boundaries per axis.
+    """
+
+    replica: int
+    nominal_replica: int
+    stage: int
+    ranks: tuple[int, ...]
+    nominal_ranks: tuple[int, ...]
+    shares: Mapping[Axis, Boundaries]
+
+    @property
+    def degree(self) -> int:
+        """Tensor-parallel degree of the cell."""
+        return len(self.ranks)
+
+    def share(self, axis: Axis, tp_rank: int) -> range:
+        """The units of ``axis`` that tensor-parallel rank ``tp_rank`` of the cell owns."""
+        boundaries = self.shares[axis]
+        return range(boundaries[tp_rank], boundaries[tp_rank + 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Units ``[start, stop)`` of ``axis``; ``owners[r]`` is their compact rank in replica r."""
+
+    axis: Axis
+    start: int
+    stop: int
+    owners: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncGroup:
+    """The ranks, one per replica in replica order, that own ``segments`` together."""
+
+    ranks: tuple[int, ...]
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Cells, shares, sync groups and micro-batches of one job; see the module docstring.
+
+    ``vocab_size`` is the stock padded vocabulary at ``reference_tensor_parallel_size``, the
+    undamaged layout whose vocabulary and initial weights the run reproduces.
+    ``micro_batches[r]`` is the number of micro-batches replica r computes per global batch.
+    """
+
+    model: ModelShape
+    tensor_model_parallel_size: int
+    nominal_world_size: int
+    failed_ranks: tuple[int, ...]
+    dropped_replicas: tuple[int, ...]
+    cells: tuple[Cell, ...]
+    vocab_size: int
+    reference_tensor_parallel_size: int
+    micro_batch_size: int
+    global_batch_size: int
+    micro_batches: tuple[int, ...]
+    sequence_parallel: bool = False
+    format: int = field(default=PLAN_FORMAT)
+
+    @cached_property
+    def world_size(self) -> int:
+        """Number of living ranks."""
+        return sum(cell.degree for cell in self.cells)
+
+    @property
+    def replicas(self) -> int:
+        """Number of living data-parallel replicas."""
+        return len(self.cells)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Tensor-parallel degree of each replica."""
+        return tuple(cell.degree for cell in self.cells)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the whole global batch."""
+        return self.global_batch_size // self.micro_batch_size
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all replicas are alike, so that stock gradient sync is exact and enough."""
+        first = self.cells[0].shares
+        return (
+            all(cell.shares == first for cell in self.cells) and len(set(self.micro_batches)) == 1
+        )
+
+    @cached_property
+    def _locations(self) -> dict[int, tuple[Cell, int]]:
+        return {
+            rank: (cell, tp_rank) for cell in self.cells for tp_rank, rank in enumerate(cell.ranks)
+        }
+
+    @cached_property
+    def _compact_ranks(self) -> dict[int, int]:
+        return {
+            nominal: rank
+            for cell in self.cells
+            for nominal, rank in zip(cell.nominal_ranks, cell.ranks, strict=True)
+        }
+
+    def location(self, rank: int) -> tuple[Cell, int]:
+        """The cell of compact rank ``rank`` and its tensor-parallel rank in it."""
+        return self._locations[rank]
+
+    def compact_rank(self, nominal_rank: int) -> int | None:
+        """The compact rank of a nominal one; ``None`` if it is not part of the job."""
+        return self._compact_ranks.get(nominal_rank)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of each cell, in replica order: replicated parameters meet here."""
+        return tuple(cell.ranks[0] for cell in self.cells)
+
+    def units(self, axis: Axis) -> int:
+        """How many units ``axis`` has."""
+        return self.model.units(axis, self.vocab_size)
+
+    @cached_property
+    def _segments(self) -> dict[Axis, tuple[Segment, ...]]:
+        segments: dict[Axis, tuple[Segment, ...]] = {}
+        for axis in Axis:
+            distinct: dict[Boundaries, list[Cell]] = {}
+            for cell in self.cells:
+                distinct.setdefault(cell.shares[axis], []).append(cell)
+            found = []
+            for start, stop in cut_points(list(distinct)):
+                index = {b: owner_index(b, start) for b in distinct}
+                owners = tuple(cell.ranks[index[cell.shares[axis]]] for cell in self.cells)
+                found.append(Segment(axis=axis, start=start, stop=stop, owners=owners))
+            segments[axis] = tuple(found)
+        return segments
+
+    def segments(self, axis: Axis) -> tuple[Segment, ...]:
+        """The segments of ``axis``, in order; together they cover all its units once."""
+        return self._segments[axis]
+
+    @cached_property
+    def sync_groups(self) -> tuple[SyncGroup, ...]:
+        """Every sync group once, in one order that is the same on all ranks.
+
+        At most one per distinct share boundary, plus the leaders' group, which is always
+        the first: it also carries the replicated parameters (with no segments if none
+        belong to it).
+        """
+        by_ranks: dict[tuple[int, ...], list[Segment]] = {self.leaders: []}
+        for axis in Axis:
+            for segment in self.segments(axis):
+                by_ranks.setdefault(segment.owners, []).append(segment)
+        return tuple(
+            SyncGroup(ranks=ranks, segments=tuple(segments)) for ranks, segments in by_ranks.items()
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the JSON form: equal on two ranks exactly if their plans are equal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as written to ``plan.json`` (derived groups are left out)."""
+        return asdict(self)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The plan as JSON, keys sorted."""
+        return json.dumps(self.to_dict(), sort_keys=True, indent=indent)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Rebuild a plan from :meth:`to_dict`.
+
+        Raises:
+            UserError: if the data is not a plan of this format.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != PLAN_FORMAT:
+            raise UserError(
+                f"plan.json: not a plan of format {PLAN_FORMAT}; make it again with this version"
+            )
+        try:
+            cells = tuple(
+                Cell(
+                    **{
+                        **cell,
+                        "ranks": tuple(cell["ranks"]),
+                        "nominal_ranks": tuple(cell["nominal_ranks"]),
+                        "shares": {Axis(a): tuple(b) for a, b in cell["shares"].items()},
+                    }
+                )
+                for cell in data["cells"]
+            )
+            tuples = {
+                name: tuple(data[name])
+                for name in ("failed_ranks", "dropped_replicas", "micro_batches")
+            }
+            return cls(
+                **{**data, **tuples, "cells": cells, "model": ModelShape(**data["model"])},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"plan.json: damaged ({error}); make it again") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Rebuild a plan from :meth:`to_json`.
+
+        Raises:
+            UserError: if the text is not JSON or not a plan of this format.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"plan.json: not JSON ({error}); make it again") from error
+        return cls.from_dict(data)

@@ -1,0 +1,231 @@
+"""From what the user asks for to a :class:`~nemo_uneven_tp.plan.Plan` (pure).
+
+:func:`make_plan` checks the request, finds the living replicas, gives every rank its share
+of each axis, and splits the micro-batches over replicas in proportion to what the busiest
+rank of each can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_uneven_tp.errors import UserError
+from nemo_uneven_tp.model_shape import ModelShape
+from nemo_uneven_tp.plan import Cell, Plan
+from nemo_uneven_tp.shares import (
+    Axis,
+    Boundaries,
+    block_boundaries,
+    even_boundaries,
+    largest_remainder,
+)
+from nemo_uneven_tp.topology import Topology, make_topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What a job asks for. ``world_size`` is nominal: failed ranks are counted in."""
+
+    model: ModelShape
+    tensor_model_parallel_size: int
+    world_size: int
+    global_batch_size: int
+    micro_batch_size: int
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    failed_ranks: Sequence[int] = ()
+    degrees: Sequence[int] | None = None
+    allow_dropped_replicas: bool = False
+    reference_tensor_parallel_size: int | None = None
+    sequence_parallel: bool = False
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Make the plan of ``request``; deterministic, the same on every rank.
+
+    Raises:
+        UserError: naming the configuration key, its value, what is allowed and what to do.
+    """
+    model = request.model
+    _check_model(model)
+    topology = make_topology(
+        tensor_model_parallel_size=request.tensor_model_parallel_size,
+        world_size=request.world_size,
+        pipeline_model_parallel_size=request.pipeline_model_parallel_size,
+        context_parallel_size=request.context_parallel_size,
+        failed_ranks=request.failed_ranks,
+        degrees=request.degrees,
+        allow_dropped_replicas=request.allow_dropped_replicas,
+    )
+    sequence_parallel = request.sequence_parallel and request.tensor_model_parallel_size > 1
+    for ranks in topology.replicas:
+        _check_degree(model, len(ranks), sequence_parallel)
+    reference = _reference_degree(
+        model, request.reference_tensor_parallel_size, request.tensor_model_parallel_size
+    )
+    vocab_size = model.padded_vocab_size(reference)
+    cells = _cells(model, topology, vocab_size)
+    return Plan(
+        model=model,
+        tensor_model_parallel_size=request.tensor_model_parallel_size,
+        nominal_world_size=request.world_size,
+        failed_ranks=topology.failed_ranks,
+        dropped_replicas=topology.dropped_replicas,
+        cells=cells,
+        vocab_size=vocab_size,
+        reference_tensor_parallel_size=reference,
+        micro_batch_size=request.micro_batch_size,
+        global_batch_size=request.global_batch_size,
+        micro_batches=_split_batch(request, cells, vocab_size),
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def stock_layout_exists(model: ModelShape, degree: int) -> bool:
+    """Whether stock Megatron can build the model at this tensor-parallel degree."""
+    whole = (
+        model.num_query_groups % degree == 0
+        and model.num_attention_heads % degree == 0
+        and model.ffn_hidden_size % degree == 0
+    )
+    return whole and model.padded_vocab_size(degree) % degree == 0
+
+
+def share_boundaries(model: ModelShape, degree: int, vocab_size: int) -> dict[Axis, Boundaries]:
+    """Share boundaries of each axis in a cell of ``degree`` equally fast ranks."""
+    return {
+        Axis.QUERY_GROUP: even_boundaries(model.num_query_groups, degree),
+        Axis.FFN: even_boundaries(model.ffn_hidden_size, degree),
+        Axis.VOCAB: block_boundaries(vocab_size, degree),
+    }
+
+
+def rank_flops_per_token(model: ModelShape, cell: Cell, tp_rank: int) -> float:
+    """Forward FLOPs per token of one rank: its matrix products and its attention scores.
+
+    Matrix products cost 2 x rows x columns; attention 2 x 2 x seq_length x width for scores
+    and values, halved by causality (the count of arXiv 2205.05198, appendix A). Backward
+    costs twice the forward for every rank, so it does not change proportions.
+    """
+    groups = len(cell.share(Axis.QUERY_GROUP, tp_rank))
+    query_width = groups * model.heads_per_group * model.kv_channels
+    qkv_width = groups * (model.heads_per_group + 2) * model.kv_channels
+    fc_widths = len(cell.share(Axis.FFN, tp_rank)) * (3 if model.gated_linear_unit else 2)
+    vocab_boundaries = cell.shares[Axis.VOCAB]
+    vocab_rows = vocab_boundaries[1] - vocab_boundaries[0]
+    per_layer = 2 * model.hidden_size * (qkv_width + query_width + fc_widths)
+    per_layer += 2 * model.seq_length * query_width
+    return model.num_layers * per_layer + 2 * model.hidden_size * vocab_rows
+
+
+def _cells(model: ModelShape, topology: Topology, vocab_size: int) -> tuple[Cell, ...]:
+    shares_of = {
+        degree: share_boundaries(model, degree, vocab_size)
+        for degree in {len(ranks) for ranks in topology.replicas}
+    }
+    cells, next_rank = [], 0
+    for replica, nominal_ranks in enumerate(topology.replicas):
+        degree = len(nominal_ranks)
+        cells.append(
+            Cell(
+                replica=replica,
+                nominal_replica=topology.nominal_replicas[replica],
+                stage=0,
+                ranks=tuple(range(next_rank, next_rank + degree)),
+                nominal_ranks=nominal_ranks,
+                shares=shares_of[degree],
+            )
+        )
+        next_rank += degree
+    return tuple(cells)
+
+
+def _split_batch(
+    request: PlanRequest, cells: Sequence[Cell], vocab_size: int
+) -> tuple[int, ...]:
+    micro, whole = request.micro_batch_size, request.global_batch_size
+    for key, value in (("data.micro_batch_size", micro), ("data.global_batch_size", whole)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"{key}={value} must be an integer of at least 1")
+    if whole % micro:
+        raise UserError(
+            f"data.global_batch_size={whole} is not a multiple of data.micro_batch_size={micro}; "
+            "change one of them"
+        )
+    total = whole // micro
+    if total < len(cells):
+        raise UserError(
+            f"data.global_batch_size={whole} makes {total} micro-batches of "
+            f"data.micro_batch_size={micro}, too few for {len(cells)} replicas to get one each; "
+            "make the global batch larger or the micro-batch smaller"
+        )
+    busiest: dict[int, float] = {}
+    for cell in cells:
+        if cell.degree not in busiest:
+            busiest[cell.degree] = max(
+                rank_flops_per_token(request.model, cell, i) for i in range(cell.degree)
+            )
+    speeds = [1.0 / busiest[cell.degree] for cell in cells]
+    return tuple(largest_remainder(total, speeds, minimum=1))
+
+
+def _reference_degree(model: ModelShape, asked: int | None, nominal: int) -> int:
+    if asked is None:
+        return nominal if stock_layout_exists(model, nominal) else 1
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise UserError(
+            f"model.reference_tensor_parallel_size={asked} must be an integer of at least 1"
+        )
+    if not stock_layout_exists(model, asked):
+        raise UserError(
+            f"model.reference_tensor_parallel_size={asked} is a layout stock Megatron can't build: "
+            f"it must divide model.num_query_groups={model.num_query_groups}, "
+            f"model.num_attention_heads={model.num_attention_heads} and "
+            f"model.ffn_hidden_size={model.ffn_hidden_size}; 1 always works"
+        )
+    return asked
+
+
+def _check_degree(model: ModelShape, degree: int, sequence_parallel: bool) -> None:
+    if degree > model.num_query_groups:
+        raise UserError(
+            f"model.num_query_groups={model.num_query_groups} is less than the {degree} "
+            "tensor-parallel ranks of a replica; each rank needs at least one query group, so lower "
+            "strategy.tensor_model_parallel_size or uneven_tp.degrees"
+        )
+    if degree > model.ffn_hidden_size:
+        raise UserError(
+            f"model.ffn_hidden_size={model.ffn_hidden_size} is less than the {degree} "
+            "tensor-parallel ranks of a replica; make it at least as large as the degree"
+        )
+    if sequence_parallel and degree > 1 and model.seq_length % degree:
+        raise UserError(
+            f"model.seq_length={model.seq_length} is not a multiple of the degree {degree} of a "
+            "replica, which strategy.sequence_parallel=true needs; set "
+            "strategy.sequence_parallel=false or change model.seq_length"
+        )
+
+
+def _check_model(model: ModelShape) -> None:
+    sizes = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "ffn_hidden_size",
+        "vocab_size",
+        "seq_length",
+        "make_vocab_size_divisible_by",
+    )
+    for name in sizes:
+        value = getattr(model, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"model.{name}={value} must be an integer of at least 1")
+    if model.num_attention_heads % model.num_query_groups:
+        raise UserError(
+            f"model.num_attention_heads={model.num_attention_heads} is not a multiple of "
+            f"model.num_query_groups={model.num_query_groups}; every query group needs equally "
+            "many heads"
+        )
