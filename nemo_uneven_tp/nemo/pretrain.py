@@ -1,0 +1,228 @@
+"""Build a run from its configuration with NeMo's public classes, and train.
+
+``uneven_tp=off`` hands everything to stock NeMo; ``uneven_tp=on`` swaps the strategy.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from nemo import lightning as nl
+from nemo.collections import llm
+from nemo.lightning import _strategy_lib
+from nemo.lightning.pytorch.optim import CosineAnnealingScheduler
+
+from nemo_uneven_tp import cpu_mode
+from nemo_uneven_tp.errors import UserError
+from nemo_uneven_tp.nemo.callbacks import RunReport
+from nemo_uneven_tp.nemo.logs import Console
+from nemo_uneven_tp.nemo.text_data import build_data_module
+from nemo_uneven_tp.plan import Plan
+
+CPU_MODEL_SETTINGS: dict[str, Any] = {
+    # Every rank draws the whole weight from one generator and keeps its slice.
+    "use_cpu_initialization": True,
+    # Kernels of Apex, Transformer Engine or a compiler.
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "apply_rope_fusion": False,
+}
+"""Fields of ``GPTConfig`` that a machine without GPUs needs to have this way."""
+
+
+class RunLogger(nl.NeMoLogger):
+    """NeMo's logger without log files of its own: ``train.log`` has it all."""
+
+    def _setup_file_logging(self, log_dir: Path) -> None:
+        pass
+
+
+def run(config: dict[str, Any], plan: Plan, run_dir: Path, console: Console) -> None:
+    """Train as ``config`` says, as one of the processes of the run.
+
+    Raises:
+        UserError: if something can't be had on this machine.
+    """
+    on_cpu = cpu_mode.activate()
+    if on_cpu and config["trainer"]["accelerator"] == "gpu":
+        raise UserError(
+            "trainer.accelerator=gpu, but torch finds no GPU here; set trainer.accelerator=cpu or "
+            "start on a machine with GPUs"
+        )
+    data = build_data_module(config, run_dir)
+    model = llm.GPTModel(gpt_config(config, plan, on_cpu), tokenizer=data.tokenizer)
+    report = RunReport(
+        run_dir,
+        console,
+        tokens_per_step=plan.global_batch_size * plan.model.seq_length,
+        global_batch_size=plan.global_batch_size,
+        check_replicas_every=config["uneven_tp"]["check_replicas_every"],
+    )
+    with seeded(config["seed"]):
+        llm.pretrain(
+            model=model,
+            data=data,
+            trainer=build_trainer(config, plan, report, on_cpu),
+            log=RunLogger(explicit_log_dir=str(run_dir), use_datetime_version=False),
+            optim=build_optimizer(config),
+        )
+
+
+def gpt_config(config: dict[str, Any], plan: Plan, on_cpu: bool) -> llm.GPTConfig:
+    """NeMo's model configuration: the fields of ``config["model"]`` as they are."""
+    values = dict(config["model"])
+    reference = values.pop("reference_tensor_parallel_size")
+    values["activation_func"] = activation(values.pop("activation"))
+    if on_cpu:
+        values.update(CPU_MODEL_SETTINGS)
+    stock = not config["uneven_tp"]["enabled"]
+    if stock and reference not in (None, plan.tensor_model_parallel_size):
+        _start_like_reference(values, plan)
+    return llm.GPTConfig(**values)
+
+
+def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function that ``model.activation`` names."""
+    from megatron.core import activations
+
+    return {
+        "gelu": F.gelu,
+        "quick_gelu": activations.quick_gelu,
+        "relu": F.relu,
+        "silu": F.silu,
+        "squared_relu": activations.squared_relu,
+    }[name]
+
+
+def build_strategy(config: dict[str, Any], plan: Plan, on_cpu: bool) -> nl.MegatronStrategy:
+    """The stock strategy, or ours for ``uneven_tp=on``."""
+    ddp_fields = {field.name for field in fields(DistributedDataParallelConfig)}
+    own = set(inspect.signature(nl.MegatronStrategy).parameters)
+    strategy = dict(config["strategy"])
+    ddp = DistributedDataParallelConfig(
+        **{name: value for name, value in strategy.items() if name in ddp_fields - own},
+        use_distributed_optimizer=config["optim"]["use_distributed_optimizer"],
+    )
+    arguments: dict[str, Any] = {
+        # Ours prints the steps; NeMo's, on rank 0 alone, enters a collective of the world.
+        "replace_progress_bar": False,
+        "ckpt_async_save": False,
+        **{name: value for name, value in strategy.items() if name in own},
+        "ddp": ddp,
+    }
+    uneven_tp = config["uneven_tp"]
+    if uneven_tp["enabled"]:
+        from nemo_uneven_tp.nemo.strategy import UnevenMegatronStrategy
+
+        return UnevenMegatronStrategy(
+            failed_ranks=uneven_tp["failed_ranks"],
+            degrees=uneven_tp["degrees"],
+            allow_dropped_replicas=uneven_tp["allow_dropped_replicas"],
+            reference_tensor_parallel_size=config["model"]["reference_tensor_parallel_size"],
+            expected_plan_digest=plan.digest,
+            **arguments,
+        )
+    if on_cpu:
+        from nemo_uneven_tp.nemo.cpu_strategy import CPUMegatronStrategy
+
+        return CPUMegatronStrategy(**arguments)
+    return nl.MegatronStrategy(**arguments)
+
+
+def build_trainer(
+    config: dict[str, Any], plan: Plan, report: RunReport, on_cpu: bool
+) -> nl.Trainer:
+    """NeMo's trainer without checkpoints, progress bars and loggers."""
+    settings = dict(config["trainer"])
+    settings.pop("precision")
+    settings["accelerator"] = "cpu" if on_cpu else "gpu"
+    return nl.Trainer(
+        **settings,
+        strategy=build_strategy(config, plan, on_cpu),
+        plugins=build_precision(config),
+        callbacks=[report],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_test_batches=0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        log_every_n_steps=1,
+    )
+
+
+def build_precision(config: dict[str, Any]) -> nl.MegatronMixedPrecision:
+    """Mixed precision as in NeMo's recipes: parameters in the 16-bit type."""
+    precision = config["trainer"]["precision"]
+    dtype = {"32": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}[
+        str(precision)
+    ]
+    return nl.MegatronMixedPrecision(
+        precision=str(precision),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        grad_reduce_in_fp32=config["strategy"]["grad_reduce_in_fp32"],
+    )
+
+
+def build_optimizer(config: dict[str, Any]) -> nl.MegatronOptimizerModule:
+    """Megatron's optimizer with NeMo's cosine schedule, as in NeMo's recipes."""
+    optim = dict(config["optim"])
+    schedule = {name: optim.pop(name) for name in ("min_lr", "warmup_steps", "constant_steps")}
+    precision = str(config["trainer"]["precision"])
+    return nl.MegatronOptimizerModule(
+        config=OptimizerConfig(
+            **optim,
+            bf16=precision == "bf16-mixed",
+            fp16=precision == "16-mixed",
+            overlap_param_gather=config["strategy"]["overlap_param_gather"],
+        ),
+        lr_scheduler=CosineAnnealingScheduler(max_steps=config["trainer"]["max_steps"], **schedule),
+    )
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """While active, NeMo seeds every random state from ``seed`` rather than from 1234.
+
+    NeMo has no other door: ``MegatronStrategy`` calls ``init_parallel_ranks`` without a seed.
+    """
+    if seed < 1:
+        raise UserError(f"seed={seed} must be at least 1, which is what NeMo takes")
+    stock = _strategy_lib.init_parallel_ranks
+    _strategy_lib.init_parallel_ranks = partial(stock, seed=seed)
+    try:
+        yield
+    finally:
+        _strategy_lib.init_parallel_ranks = stock
+
+
+def _start_like_reference(values: dict[str, Any], plan: Plan) -> None:
+    """Make a stock run start like one at ``model.reference_tensor_parallel_size``.
+
+    The padded vocabulary is what configuration can set. A gated ``linear_fc1`` also needs its
+    initial weights reordered.
+    """
+    degree = plan.tensor_model_parallel_size
+    if plan.vocab_size % degree:
+        raise UserError(
+            f"model.reference_tensor_parallel_size={plan.reference_tensor_parallel_size} pads the "
+            f"vocabulary to {plan.vocab_size} rows, which stock Megatron can't cut into "
+            f"strategy.tensor_model_parallel_size={degree} equal parts; change "
+            "model.make_vocab_size_divisible_by or use uneven_tp=on"
+        )
+    values["vocab_size"] = plan.vocab_size

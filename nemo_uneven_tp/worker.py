@@ -1,0 +1,96 @@
+"""Entry of each process of a run: ``python -m nemo_uneven_tp.worker RUN_DIR``.
+
+Light on purpose. Processes of failed ranks leave before torch is imported, and saving a
+checkpoint starts helper processes that import this module again.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, cast
+
+from nemo_uneven_tp import failure, ranks
+from nemo_uneven_tp.errors import USER_ERROR_EXIT_CODE, UserError
+from nemo_uneven_tp.nemo import logs
+from nemo_uneven_tp.plan import Plan
+from nemo_uneven_tp.run_files import LOG_FILE, read
+from nemo_uneven_tp.topology import Topology
+
+FAILED_EXIT_CODE = 1
+
+
+def main(run_dir: str) -> int:
+    """Take part in the run whose ``config.yaml`` and ``plan.json`` are in ``run_dir``.
+
+    Returns the exit code: 0 also for a rank that is not part of the run.
+    """
+    folder = Path(run_dir)
+    try:
+        config, plan = read(folder)
+        rank = _enter(plan)
+    except UserError as error:
+        failure.report(str(error))
+        return USER_ERROR_EXIT_CODE
+    if rank is None:
+        return 0
+    _prepare_environment(config)
+    with logs.noise_to(folder / LOG_FILE, config["launcher"]["log_level"], rank) as console:
+        code, sentence = _train(config, plan, folder, console)
+    if sentence:
+        failure.report(sentence)
+    return code
+
+
+def _enter(plan: Plan) -> int | None:
+    """This process's rank among the living; ``None`` if it is not one of them."""
+    if not ranks.launched():
+        if plan.nominal_world_size > 1:
+            raise UserError(
+                f"the run has {plan.nominal_world_size} ranks, but no launcher has numbered this "
+                "process; start it with `uneven-tp pretrain`, torchrun or srun"
+            )
+        return 0
+    if plan.compact_rank(ranks.nominal_rank()) is None:
+        return None
+    # Before any import: libraries read the rank when they are loaded.
+    ranks.enter_compact_ranks(cast(Topology, plan))  # a plan has all that is read
+    return plan.compact_rank(ranks.nominal_rank())
+
+
+def _prepare_environment(config: dict[str, Any]) -> None:
+    if config.get("trainer", {}).get("accelerator") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # NeMo's only door to the time limit of collectives.
+    timeout_s = str(config["launcher"]["timeout_s"])
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", timeout_s)
+
+
+def _train(
+    config: dict[str, Any], plan: Plan, run_dir: Path, console: logs.Console
+) -> tuple[int, str]:
+    """Train; returns the exit code and, if it failed, one sentence."""
+    try:
+        # The imports make millions of objects that stay: collecting among them is wasted time.
+        gc.disable()
+        from nemo_uneven_tp.nemo import pretrain
+
+        gc.freeze()
+        gc.enable()
+        pretrain.run(config, plan, run_dir, console)
+    except UserError as error:
+        return USER_ERROR_EXIT_CODE, str(error)
+    except Exception as error:
+        traceback.print_exc()  # into train.log
+        lines = str(error).strip().splitlines()
+        return FAILED_EXIT_CODE, f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return 0, ""
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m nemo_uneven_tp.worker RUN_DIR")
+    sys.exit(main(sys.argv[1]))
