@@ -1,0 +1,114 @@
+"""Buckets: which parameters meet together, decided from the plan alone.
+
+Members of a sync group sit in cells of different degree, so their own tensor sizes differ.
+Buckets are therefore cut by a size every rank computes alike (the largest share any rank
+holds), and each bucket's packed layout per sync group is the same on all its members.
+Replicated parameters have a bucket of their own: it has the same layout on every rank,
+meets over the leaders, and is finished last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nemo_uneven_tp.model_shape import cut_of
+from nemo_uneven_tp.plan import Plan
+from nemo_uneven_tp.segment_views import Piece, local_extent, pieces_of
+
+Ranks = tuple[int, ...]
+LocatedPiece = tuple[torch.nn.Parameter, Piece]
+
+DEFAULT_BUCKET_SIZE = 40_000_000
+"""Elements; Megatron's own default (``DistributedDataParallel``)."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Parameters whose gradients are packed and sent together.
+
+    ``pieces[ranks]`` lists what this rank packs for the sync group ``ranks``, in the order
+    all members use. ``params`` is in the order of the model, last first. ``grads`` is the
+    contiguous memory of their ``main_grad``, set by :func:`place_gradients`.
+    """
+
+    params: list[torch.nn.Parameter]
+    pieces: dict[Ranks, list[LocatedPiece]] = field(default_factory=dict)
+    replicated: bool = False
+    grads: torch.Tensor | None = None
+
+    def numel(self, ranks: Ranks) -> int:
+        """Elements this rank packs for ``ranks``."""
+        return sum(piece.numel for _, piece in self.pieces[ranks])
+
+
+def make_buckets(
+    plan: Plan,
+    rank: int,
+    named_params: Sequence[tuple[str, torch.nn.Parameter]],
+    bucket_size: int | None,
+) -> list[Bucket]:
+    """Cut parameters into buckets, in the order backward makes their gradients.
+
+    Args:
+        named_params: trainable parameters in model order.
+        bucket_size: elements, counted at the largest share of any rank.
+    """
+    limit = bucket_size or DEFAULT_BUCKET_SIZE
+    buckets: list[Bucket] = []
+    replicated: dict[torch.dtype, Bucket] = {}
+    current, filled = Bucket([]), 0
+    current_dtype: torch.dtype | None = None
+    for name, param in reversed(named_params):
+        if cut_of(name, plan.model) is None:
+            together = replicated.setdefault(
+                param.dtype, Bucket([], {plan.leaders: []}, replicated=True)
+            )
+            together.params.append(param)
+            together.pieces[plan.leaders] += [
+                (param, piece) for piece in pieces_of(plan, rank, name, param.shape)
+            ]
+            continue
+        if current.params and (filled >= limit or param.dtype != current_dtype):
+            buckets.append(current)
+            current, filled = Bucket([]), 0
+        current_dtype = param.dtype
+        current.params.append(param)
+        for piece in pieces_of(plan, rank, name, param.shape):
+            assert piece.segment is not None
+            current.pieces.setdefault(piece.segment.owners, []).append((param, piece))
+        filled += _largest_share(plan, name, param)
+    if current.params:
+        buckets.append(current)
+    order = {group.ranks: i for i, group in enumerate(plan.sync_groups)}
+    for bucket in buckets:
+        bucket.pieces = dict(sorted(bucket.pieces.items(), key=lambda item: order[item[0]]))
+    return buckets + list(replicated.values())
+
+
+def place_gradients(buckets: Sequence[Bucket], memory: torch.Tensor) -> None:
+    """Move ``main_grad`` of all parameters into ``memory`` so that buckets are contiguous.
+
+    Args:
+        memory: zeroed, 1-D, as many elements as all parameters of ``buckets`` together.
+    """
+    offset = 0
+    for bucket in buckets:
+        start = offset
+        for param in bucket.params:
+            stop = offset + param.numel()
+            param.main_grad = memory[offset:stop].view(param.shape)
+            offset = stop
+        bucket.grads = memory[start:offset]
+
+
+def _largest_share(plan: Plan, name: str, param: torch.nn.Parameter) -> int:
+    cut = cut_of(name, plan.model)
+    assert cut is not None
+    others = param.numel() // param.shape[cut.dim]
+    by_degree = {cell.degree: cell for cell in plan.cells}
+    return others * max(
+        local_extent(plan, rank, cut) for cell in by_degree.values() for rank in cell.ranks
+    )

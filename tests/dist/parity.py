@@ -1,0 +1,364 @@
+"""What the ranks of a parity case do: a stock run and an uneven run of the same model.
+
+The reference is stock Megatron-Core on one process with the whole global batch. Canonical
+tensors are put together here by plain concatenation, independently of the product's segments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads as stock_finalize
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_uneven_tp import cpu_mode
+from nemo_uneven_tp.batch import assign_micro_batches
+from nemo_uneven_tp.distributed_data_parallel import UnevenDistributedDataParallel
+from nemo_uneven_tp.finalize_grads import finalize_model_grads
+from nemo_uneven_tp.layer_specs import build_gpt_model
+from nemo_uneven_tp.model_shape import ModelShape, cut_of
+from nemo_uneven_tp.optimizer import get_uneven_optimizer
+from nemo_uneven_tp.parallel_state import (
+    destroy_uneven_model_parallel,
+    initialize_uneven_model_parallel,
+)
+from nemo_uneven_tp.plan import Plan
+from nemo_uneven_tp.planner import PlanRequest, make_plan
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, layout and way of training, drawn from ``seed``."""
+
+    seed: int
+    shape: ModelShape
+    degrees: tuple[int, ...]
+    global_batch_size: int
+    micro_batch_size: int
+    steps: int = 3
+    per_token: bool = False
+    overlap: bool = False
+    bucket_size: int | None = None
+    precision: str = "fp32"
+    grad_reduce_in_fp32: bool = True
+    distributed_optimizer: bool = False
+    optimizer: str = "adam"
+    clip_grad: float = 1.0
+
+    def plan(self) -> Plan:
+        """The plan of the uneven run."""
+        nominal = max(self.degrees)
+        return make_plan(
+            PlanRequest(
+                model=self.shape,
+                tensor_model_parallel_size=nominal,
+                world_size=nominal * len(self.degrees),
+                global_batch_size=self.global_batch_size,
+                micro_batch_size=self.micro_batch_size,
+                degrees=self.degrees,
+                reference_tensor_parallel_size=1,
+            )
+        )
+
+
+def draw_case(seed: int, max_world: int = 8, **fixed: Any) -> Case:
+    """A random case: sizes mostly indivisible, degrees mostly different."""
+    rng = random.Random(seed)
+    while True:
+        degrees = tuple(rng.randint(1, 4) for _ in range(rng.randint(2, 4)))
+        if sum(degrees) <= max_world and len(set(degrees)) > 1:
+            break
+    groups = rng.randint(max(degrees), 7)
+    micro_batch_size = rng.choice([1, 1, 2])
+    shape = ModelShape(
+        num_layers=rng.choice([1, 2]),
+        hidden_size=rng.choice([16, 20, 24]),
+        num_attention_heads=groups * rng.choice([1, 1, 2, 3]),
+        num_query_groups=groups,
+        kv_channels=rng.choice([4, 6, 8]),
+        ffn_hidden_size=rng.randint(max(degrees), 41),
+        vocab_size=rng.randint(11, 73),
+        seq_length=rng.choice([6, 9, 12]),
+        gated_linear_unit=rng.random() < 0.5,
+        add_bias_linear=rng.random() < 0.5,
+        add_qkv_bias=rng.random() < 0.5,
+        normalization=rng.choice(["LayerNorm", "RMSNorm"]),
+        position_embedding_type=rng.choice(["learned_absolute", "rope"]),
+        share_embeddings_and_output_weights=rng.random() < 0.5,
+        make_vocab_size_divisible_by=rng.randint(1, 5),
+        qk_layernorm=rng.random() < 0.25,
+    )
+    case = Case(
+        seed=seed,
+        shape=shape,
+        degrees=degrees,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=micro_batch_size * rng.randint(len(degrees), 9),
+        per_token=rng.random() < 0.3,
+        overlap=rng.random() < 0.5,
+        bucket_size=rng.choice([None, 1, 500, 3000]),
+    )
+    return replace(case, **fixed)
+
+
+def transformer_config(case: Case, degree: int) -> TransformerConfig:
+    """Megatron's config of ``case``."""
+    shape = case.shape
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.precision]
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.kv_channels,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        gated_linear_unit=shape.gated_linear_unit,
+        activation_func=torch.nn.functional.silu
+        if shape.gated_linear_unit
+        else torch.nn.functional.gelu,
+        add_bias_linear=shape.add_bias_linear,
+        add_qkv_bias=shape.add_qkv_bias,
+        normalization=shape.normalization,
+        qk_layernorm=shape.qk_layernorm,
+        tensor_model_parallel_size=degree,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        calculate_per_token_loss=case.per_token,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=case.precision == "bf16",
+        fp16=case.precision == "fp16",
+    )
+
+
+def run_stock(case: Case) -> dict[str, Any]:
+    """Train ``case`` with stock Megatron on this one process."""
+    cpu_mode.activate()
+    mpu.initialize_model_parallel(tensor_model_parallel_size=1)
+    try:
+        config = transformer_config(case, 1)
+        seed_everything(case.seed)
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(
+                qk_layernorm=case.shape.qk_layernorm, normalization=case.shape.normalization
+            ),
+            vocab_size=case.shape.padded_vocab_size(1),
+            **gpt_options(case),
+        )
+        config.finalize_model_grads_func = stock_finalize
+        chunk = DistributedDataParallel(config, ddp_config(case, False), wrap(config, model))
+        optimizer = get_megatron_optimizer(optimizer_config(case, False), [chunk])
+        micro_batches = list(range(case.global_batch_size // case.micro_batch_size))
+        return train(case, config, model, chunk, optimizer, micro_batches, None)
+    finally:
+        mpu.destroy_model_parallel()
+
+
+def run_uneven(case: Case) -> dict[str, Any]:
+    """Train ``case`` uneven, as one of its ranks."""
+    cpu_mode.activate()
+    plan = case.plan()
+    state = initialize_uneven_model_parallel(plan)
+    try:
+        config = transformer_config(case, 1)
+        seed_everything(case.seed)
+        model = build_gpt_model(
+            config,
+            get_gpt_layer_local_spec(
+                qk_layernorm=case.shape.qk_layernorm, normalization=case.shape.normalization
+            ),
+            **gpt_options(case),
+        )
+        config = model.config
+        config.finalize_model_grads_func = finalize_model_grads
+        chunk = UnevenDistributedDataParallel(
+            config, ddp_config(case, case.distributed_optimizer), wrap(config, model)
+        )
+        optimizer = get_uneven_optimizer(
+            optimizer_config(case, case.distributed_optimizer), [chunk]
+        )
+        mine = list(assign_micro_batches(plan.micro_batches)[state.cell.replica])
+        return train(case, config, model, chunk, optimizer, mine, plan)
+    finally:
+        destroy_uneven_model_parallel()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed as NeMo does."""
+    torch.manual_seed(1000 + seed)
+    model_parallel_cuda_manual_seed(1000 + seed)
+    torch.manual_seed(1000 + seed)
+
+
+def gpt_options(case: Case) -> dict[str, Any]:
+    """GPTModel's other arguments."""
+    return {
+        "max_sequence_length": case.shape.seq_length,
+        "position_embedding_type": case.shape.position_embedding_type,
+        "share_embeddings_and_output_weights": case.shape.share_embeddings_and_output_weights,
+    }
+
+
+def wrap(config: TransformerConfig, model: torch.nn.Module) -> torch.nn.Module:
+    """Megatron's wrapper for 16-bit models."""
+    from megatron.core.transformer.module import Float16Module
+
+    return Float16Module(config, model) if config.bf16 or config.fp16 else model
+
+
+def ddp_config(case: Case, distributed: bool) -> DistributedDataParallelConfig:
+    """Megatron's DDP config of ``case``."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=case.grad_reduce_in_fp32,
+        overlap_grad_reduce=case.overlap,
+        bucket_size=case.bucket_size,
+        check_for_nan_in_grad=case.precision != "fp16",
+        use_distributed_optimizer=distributed,
+    )
+
+
+def optimizer_config(case: Case, distributed: bool) -> OptimizerConfig:
+    """Megatron's optimizer config of ``case``."""
+    return OptimizerConfig(
+        optimizer=case.optimizer,
+        lr=1e-2,
+        weight_decay=0.1,
+        clip_grad=case.clip_grad,
+        use_distributed_optimizer=distributed,
+        bf16=case.precision == "bf16",
+        fp16=case.precision == "fp16",
+        params_dtype={
+            "fp32": torch.float32,
+            "bf16": torch.bfloat16,
+            "fp16": torch.float16,
+        }[case.precision],
+    )
+
+
+def batch_of(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens ``[global batch, seq + 1]`` and loss mask ``[global batch, seq]`` of a step."""
+    generator = torch.Generator().manual_seed(case.seed * 7919 + step)
+    size = (case.global_batch_size, case.shape.seq_length + 1)
+    tokens = torch.randint(0, case.shape.vocab_size, size, generator=generator)
+    mask = (torch.rand(size[0], size[1] - 1, generator=generator) < 0.8).float()
+    mask[:, 0] = 1.0
+    return tokens, mask
+
+
+def train(
+    case: Case,
+    config: TransformerConfig,
+    model: GPTModel,
+    chunk: torch.nn.Module,
+    optimizer: Any,
+    micro_batches: list[int],
+    plan: Plan | None,
+) -> dict[str, Any]:
+    """Train and report losses, first gradients, final parameters and a fingerprint."""
+    config.no_sync_func = chunk.no_sync
+    config.grad_scale_func = optimizer.scale_loss
+    forward_backward = get_forward_backward_func()
+    sequence = case.shape.seq_length
+    causal = torch.triu(torch.ones(1, 1, sequence, sequence, dtype=torch.bool), 1)
+    report: dict[str, Any] = {"losses": [], "grad_norms": [], "initial": local(model)}
+
+    def loss_func(mask: torch.Tensor, output: torch.Tensor) -> Any:
+        total = (output.float() * mask).sum()
+        tokens = mask.sum().to(torch.int)
+        return total, tokens, {"sum": total.detach().clone(), "tokens": tokens.clone()}
+
+    def forward_step(iterator: Any, module: torch.nn.Module) -> Any:
+        tokens, mask = next(iterator)
+        positions = torch.arange(sequence)[None].expand(tokens.shape[0], sequence)
+        output = module(tokens[:, :-1], positions, causal, labels=tokens[:, 1:])
+        return output, partial(loss_func, mask)
+
+    for step in range(case.steps):
+        tokens, mask = batch_of(case, step)
+        size = case.micro_batch_size
+        data = iter(
+            [(tokens[i * size : (i + 1) * size], mask[i * size : (i + 1) * size]) for i in micro_batches]
+        )
+        chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=chunk,
+            num_microbatches=len(micro_batches),
+            seq_length=sequence,
+            micro_batch_size=size,
+            forward_only=False,
+        )
+        if step == 0 and not case.distributed_optimizer:
+            report["grads"] = {n: p.main_grad.float().clone() for n, p in model.named_parameters()}
+        _, grad_norm, _ = optimizer.step()
+        report["grad_norms"].append(float(grad_norm))
+        report["losses"].append(
+            (float(sum(x["sum"] for x in losses)), int(sum(x["tokens"] for x in losses)))
+        )
+    report["final"] = local(model)
+    return report
+
+
+def local(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of this rank's parameters."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def loss_curve(plan: Plan, reports: list[dict[str, Any]]) -> list[float]:
+    """Mean loss over the tokens of each global batch, from the first rank of each cell."""
+    curve = []
+    for step in range(len(reports[0]["losses"])):
+        parts = [reports[cell.ranks[0]]["losses"][step] for cell in plan.cells]
+        curve.append(sum(p[0] for p in parts) / sum(p[1] for p in parts))
+    return curve
+
+
+def canonical(
+    plan: Plan, replica: int, tensors: list[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Put the local tensors of one replica's ranks together into global ones."""
+    cell = plan.cells[replica]
+    whole = {}
+    for name in tensors[cell.ranks[0]]:
+        cut = cut_of(name, plan.model)
+        parts = [tensors[rank][name] for rank in cell.ranks]
+        if cut is None:
+            for part in parts[1:]:
+                assert torch.equal(part, parts[0]), f"{name} differs inside replica {replica}"
+            whole[name] = parts[0]
+            continue
+        runs = []
+        for tp_rank, part in enumerate(parts):
+            length = len(cell.share(cut.axis, tp_rank)) * cut.per_unit
+            runs.append(part.unflatten(cut.dim, (cut.runs, -1)).narrow(cut.dim + 1, 0, length))
+        whole[name] = torch.cat(runs, cut.dim + 1).flatten(cut.dim, cut.dim + 1)
+    return whole
+
+
+def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of all bytes, in name order."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
