@@ -36,6 +36,7 @@ from nemo_uneven_tp.parallel_state import (
 )
 from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.planner import PlanRequest, make_plan
+from nemo_uneven_tp.wire import count_traffic
 
 
 @dataclass(frozen=True)
@@ -178,27 +179,30 @@ def run_uneven(case: Case) -> dict[str, Any]:
     plan = case.plan()
     state = initialize_uneven_model_parallel(plan)
     try:
-        config = transformer_config(case, 1)
-        seed_everything(case.seed)
-        model = build_gpt_model(
-            config,
-            get_gpt_layer_local_spec(
-                qk_layernorm=case.shape.qk_layernorm, normalization=case.shape.normalization
-            ),
-            **gpt_options(case),
-        )
-        config = model.config
-        config.finalize_model_grads_func = finalize_model_grads
-        chunk = UnevenDistributedDataParallel(
-            config, ddp_config(case, case.distributed_optimizer), wrap(config, model)
-        )
-        optimizer = get_uneven_optimizer(
-            optimizer_config(case, case.distributed_optimizer), [chunk]
-        )
+        config, model, chunk, optimizer = build_uneven(case)
         mine = list(assign_micro_batches(plan.micro_batches)[state.cell.replica])
         return train(case, config, model, chunk, optimizer, mine, plan)
     finally:
         destroy_uneven_model_parallel()
+
+
+def build_uneven(case: Case) -> tuple[TransformerConfig, GPTModel, Any, Any]:
+    """Config, model, wrapped model and optimizer of this rank."""
+    seed_everything(case.seed)
+    model = build_gpt_model(
+        transformer_config(case, 1),
+        get_gpt_layer_local_spec(
+            qk_layernorm=case.shape.qk_layernorm, normalization=case.shape.normalization
+        ),
+        **gpt_options(case),
+    )
+    config = model.config
+    config.finalize_model_grads_func = finalize_model_grads
+    chunk = UnevenDistributedDataParallel(
+        config, ddp_config(case, case.distributed_optimizer), wrap(config, model)
+    )
+    optimizer = get_uneven_optimizer(optimizer_config(case, case.distributed_optimizer), [chunk])
+    return config, model, chunk, optimizer
 
 
 def seed_everything(seed: int) -> None:
@@ -362,3 +366,30 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
         digest.update(name.encode())
         digest.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def count_sync(case: Case) -> list[tuple[str, tuple[int, ...], int]]:
+    """Collectives of gradient and parameter sync of one step, without those of statistics."""
+    calls: list[tuple[str, tuple[int, ...], int]] = []
+    cpu_mode.activate()
+    plan = case.plan()
+    initialize_uneven_model_parallel(plan)
+    try:
+        config, model, chunk, optimizer = build_uneven(case)
+        for parameter in model.parameters():
+            parameter.main_grad.fill_(1e-3)
+        with count_traffic() as traffic:
+            if case.overlap:
+                for parameter in reversed(list(model.parameters())):
+                    chunk.param_to_bucket_group[parameter].register_grad_ready(parameter)
+            finalize_model_grads([chunk])
+        calls += [(c.kind, c.ranks, c.nbytes) for c in traffic.calls]
+        if case.distributed_optimizer:
+            with count_traffic() as traffic:
+                optimizer.step()
+                chunk.start_param_sync(force_sync=True)
+            world = tuple(range(plan.world_size))
+            calls += [(c.kind, c.ranks, c.nbytes) for c in traffic.calls if c.ranks != world]
+        return calls
+    finally:
+        destroy_uneven_model_parallel()
