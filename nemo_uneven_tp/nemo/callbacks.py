@@ -10,14 +10,10 @@ from typing import IO, Any
 
 import lightning.pytorch as pl
 
-from nemo_uneven_tp.errors import UnevenTPError
 from nemo_uneven_tp.nemo.logs import Console
-from nemo_uneven_tp.nemo.replicas import replicas_equal
+from nemo_uneven_tp.nemo.replicas import differences, replicas_equal
+from nemo_uneven_tp.replica_check import ReplicasDifferError
 from nemo_uneven_tp.run_files import METRICS_FILE, RESULT_FILE
-
-
-class ReplicasDifferError(UnevenTPError, RuntimeError):
-    """Replicas no longer hold bitwise the same parameters."""
 
 
 class RunReport(pl.Callback):
@@ -88,10 +84,10 @@ class RunReport(pl.Callback):
                 },
             )
         every = self.check_replicas_every
-        if every and trainer.global_step % every == 0 and replicas_equal(trainer) is False:
+        if every and trainer.global_step % every == 0 and (found := differences(trainer)):
             raise ReplicasDifferError(
-                f"replicas differ after step {trainer.global_step - 1}; a rank computes or sends "
-                "wrongly, and the steps since the last comparison are in doubt"
+                f"after step {trainer.global_step - 1} replicas differ in {found[0]}; a rank "
+                "computes or sends wrongly, and the steps since the last comparison are in doubt"
             )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -23,7 +23,7 @@ from nemo.lightning import _strategy_lib
 from nemo.lightning.pytorch.optim import CosineAnnealingScheduler
 
 from nemo_uneven_tp import cpu_mode
-from nemo_uneven_tp.errors import UserError
+from nemo_uneven_tp.errors import UnsupportedError, UserError
 from nemo_uneven_tp.nemo.callbacks import RunReport
 from nemo_uneven_tp.nemo.logs import Console
 from nemo_uneven_tp.nemo.text_data import build_data_module
@@ -56,6 +56,11 @@ def run(config: dict[str, Any], plan: Plan, run_dir: Path, console: Console) -> 
     Raises:
         UserError: if something can't be had on this machine.
     """
+    if "recipe" in config:
+        from nemo_uneven_tp.nemo.recipe import run_recipe
+
+        run_recipe(config, plan, run_dir, console)
+        return
     on_cpu = cpu_mode.activate()
     if on_cpu and config["trainer"]["accelerator"] == "gpu":
         raise UserError(
@@ -214,15 +219,20 @@ def seeded(seed: int) -> Iterator[None]:
 def _start_like_reference(values: dict[str, Any], plan: Plan) -> None:
     """Make a stock run start like one at ``model.reference_tensor_parallel_size``.
 
-    The padded vocabulary is what configuration can set. A gated ``linear_fc1`` also needs its
-    initial weights reordered.
+    The padded vocabulary can be set. A gated ``linear_fc1`` would also need its initial weights
+    in another order, which stock Megatron does not offer.
     """
+    reference = f"model.reference_tensor_parallel_size={plan.reference_tensor_parallel_size}"
     degree = plan.tensor_model_parallel_size
+    if values["gated_linear_unit"]:
+        raise UnsupportedError(
+            f"{reference} with model.gated_linear_unit=true is more than stock NeMo can do at "
+            f"strategy.tensor_model_parallel_size={degree}; use uneven_tp=on"
+        )
     if plan.vocab_size % degree:
         raise UserError(
-            f"model.reference_tensor_parallel_size={plan.reference_tensor_parallel_size} pads the "
-            f"vocabulary to {plan.vocab_size} rows, which stock Megatron can't cut into "
-            f"strategy.tensor_model_parallel_size={degree} equal parts; change "
+            f"{reference} pads the vocabulary to {plan.vocab_size} rows, which stock Megatron "
+            f"can't cut into strategy.tensor_model_parallel_size={degree} equal parts; change "
             "model.make_vocab_size_divisible_by or use uneven_tp=on"
         )
     values["vocab_size"] = plan.vocab_size

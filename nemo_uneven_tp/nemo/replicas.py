@@ -10,37 +10,43 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from nemo_uneven_tp.replica_check import find_differences
+
+
+def differences(trainer: Any) -> list[str] | None:
+    """Compare the parameters of all replicas and say what differs, the same on every rank.
+
+    Collective. ``None`` if there is only one replica.
+    """
+    chunks = [chunk.module for chunk in trainer.strategy.megatron_parallel]
+    plan = getattr(trainer.strategy, "plan", None)
+    if plan is None:
+        return _stock_differences(chunks)
+    return None if plan.replicas == 1 else find_differences(chunks)
+
 
 def replicas_equal(trainer: Any) -> bool | None:
-    """Compare the parameters of all replicas. Collective; every rank gets the answer.
-
-    ``None`` if there is only one replica.
-    """
-    chunks = list(trainer.strategy.megatron_parallel)
-    plan = getattr(trainer.strategy, "plan", None)
-    if plan is None or plan.is_uniform:
-        _finish_parameter_gather(trainer, chunks)
-        return _stock_replicas_equal(chunks)
-    if plan.replicas == 1:
-        return None
-    from nemo_uneven_tp.replica_check import replicas_equal as uneven_replicas_equal
-
-    return bool(uneven_replicas_equal(chunks, plan))
+    """Whether all replicas hold the same parameters; ``None`` if there is only one."""
+    found = differences(trainer)
+    return None if found is None else not found
 
 
-def _stock_replicas_equal(chunks: Iterable[torch.nn.Module]) -> bool | None:
-    """Compare each rank with its data-parallel peers, then all ranks' findings."""
+def _stock_differences(chunks: list[Any]) -> list[str] | None:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if dist.get_world_size(group) == 1:
         return None
-    device = torch.cuda.current_device()
-    own = torch.tensor(list(_digest(chunks)), dtype=torch.uint8, device=device)
+    for chunk in chunks:
+        if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+            # Until the next forward, ranks may hold old values of their peers' shards.
+            chunk.start_param_sync(force_sync=True)
+    own = torch.tensor(list(_digest(chunks)), dtype=torch.uint8, device=torch.cuda.current_device())
     peers = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(peers, own, group=group)
-    differ = torch.tensor([not all(torch.equal(own, peer) for peer in peers)], dtype=torch.int32)
-    differ = differ.to(own.device)
+    differ = torch.zeros(1, dtype=torch.int32, device=own.device)
+    differ += not all(torch.equal(own, peer) for peer in peers)
     dist.all_reduce(differ)
-    return int(differ) == 0
+    ranks = int(differ)
+    return [f"the parameters of {ranks} ranks and their data-parallel peers"] if ranks else []
 
 
 def _digest(chunks: Iterable[torch.nn.Module]) -> bytes:
@@ -54,11 +60,3 @@ def _digest(chunks: Iterable[torch.nn.Module]) -> bytes:
             flat = parameter.detach().contiguous().view(-1).view(torch.uint8)
             digest.update(flat.cpu().numpy().data)
     return digest.digest()
-
-
-def _finish_parameter_gather(trainer: Any, chunks: list[Any]) -> None:
-    """With overlapped gathering, ranks hold old values of their peers' shards until used."""
-    ddp_config = trainer.strategy.ddp_config
-    if ddp_config.use_distributed_optimizer and ddp_config.overlap_param_gather:
-        for chunk in chunks:
-            chunk.module.start_param_sync(force_sync=True)
