@@ -1,0 +1,1 @@
+"""Config groups of nemo-uneven-tp, installed as ``nemo_uneven_tp.conf``."""

@@ -1,0 +1,148 @@
+"""``uneven-tp pretrain``: check everything, then start the workers or be one of them.
+
+Nothing is started or written before configuration, plan, text, packages and devices have
+been found good.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_uneven_tp import ranks
+from nemo_uneven_tp.config.validate import Config
+from nemo_uneven_tp.errors import UserError
+from nemo_uneven_tp.plan import Plan
+from nemo_uneven_tp.run_files import LOG_FILE
+
+_JOB_ID_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
+_NO_JOB_ID = "none"  # torchrun's --rdzv-id when it is not given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A checked run that can be started."""
+
+    config: Config
+    plan: Plan
+    run_dir: Path
+
+
+def pretrain(arguments: Sequence[str]) -> int:
+    """Run the subcommand; returns the exit code."""
+    run = prepare("uneven-tp pretrain", arguments)
+    if run is None:
+        return 0
+    return _be_a_worker(run) if ranks.launched() else start(run)
+
+
+def prepare(program: str, arguments: Sequence[str]) -> Run | None:
+    """Compose, check and plan a run; ``None`` if Hydra only had to print something.
+
+    Raises:
+        UserError: if anything is wrong with what is asked for.
+    """
+    from nemo_uneven_tp.config.compose import compose, name_run_after_job
+    from nemo_uneven_tp.config.request import plan_of
+    from nemo_uneven_tp.config.validate import checked
+
+    composed = compose(program, arguments)
+    if composed is None:
+        return None
+    if ranks.launched():
+        name_run_after_job(composed, _job_id())
+    config = checked(composed)
+    if "recipe" in config:
+        _check_packages_and_text(config)  # planning imports NeMo here
+        plan = plan_of(config)
+    else:
+        plan = plan_of(config)
+        _check_packages_and_text(config)
+    run_dir = Path(config["run_dir"]).expanduser().absolute()
+    return Run(config=config, plan=plan, run_dir=run_dir)
+
+
+def start(run: Run) -> int:
+    """Start local workers and wait for them; returns the exit code."""
+    from nemo_uneven_tp.run_files import create, refuse_used
+
+    nodes, accelerator = _nodes_and_accelerator(run.config)
+    if nodes > 1:
+        raise UserError(
+            f"trainer.num_nodes={nodes} needs a launcher on every node; start the same command "
+            "with torchrun or srun, or set trainer.num_nodes=1"
+        )
+    refuse_used(run.run_dir)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    from nemo_uneven_tp.launch import WorkerFailedError, check_devices, launch
+
+    check_devices(accelerator, run.plan)
+    create(run.run_dir, run.config, run.plan)
+    sys.stdout.write(_opening_line(run))
+    sys.stdout.flush()
+    threads = run.config["launcher"]["threads_per_rank"]
+    try:
+        launch(run.run_dir, run.plan.nominal_world_size, accelerator, threads)
+    except WorkerFailedError as error:
+        sys.stderr.write(f"uneven-tp: {error}\n")
+        return 1
+    return 0
+
+
+def _be_a_worker(run: Run) -> int:
+    """Take part in a job whose processes torchrun or Slurm has started."""
+    from nemo_uneven_tp.run_files import create, refuse_used, wait_for
+
+    started = ranks.nominal_world_size()
+    if started != run.plan.nominal_world_size:
+        raise UserError(
+            f"trainer.devices * trainer.num_nodes={run.plan.nominal_world_size}, but the launcher "
+            f"started {started} processes; make both the nominal number, failed ranks included"
+        )
+    compact = run.plan.compact_rank(ranks.nominal_rank())
+    if compact is None:
+        return 0
+    if compact == 0:
+        refuse_used(run.run_dir)
+        create(run.run_dir, run.config, run.plan)
+    else:
+        wait_for(run.run_dir, run.plan, run.config["launcher"]["timeout_s"])
+    from nemo_uneven_tp.worker import main
+
+    return int(main(str(run.run_dir)) or 0)
+
+
+def _check_packages_and_text(config: Config) -> None:
+    from nemo_uneven_tp.text_files import resolve_text_files
+    from nemo_uneven_tp.versions import check_versions
+
+    check_versions()
+    if "data" in config:
+        resolve_text_files(config["data"]["paths"])
+
+
+def _nodes_and_accelerator(config: Config) -> tuple[int, str]:
+    if "recipe" in config:
+        from nemo_uneven_tp.nemo.recipe import nodes_and_accelerator
+
+        return nodes_and_accelerator(config)
+    return config["trainer"]["num_nodes"], config["trainer"]["accelerator"]
+
+
+def _job_id() -> str | None:
+    found = (os.environ.get(name) for name in _JOB_ID_VARIABLES)
+    return next((job_id for job_id in found if job_id and job_id != _NO_JOB_ID), None)
+
+
+def _opening_line(run: Run) -> str:
+    stock = not run.config["uneven_tp"]["enabled"]
+    how = "stock NeMo" if stock else f"degrees {list(run.plan.degrees)}"
+    living = f"{run.plan.world_size} of {run.plan.nominal_world_size} ranks"
+    return (
+        f"{run.config['name']}: {living}, {how}; "
+        f"log in {run.run_dir / LOG_FILE} (importing NeMo takes a while)\n"
+    )

@@ -1,0 +1,1 @@
+"""The run configuration: schema, composition by Hydra, checks, and the plan request."""

@@ -1,0 +1,143 @@
+"""Local worker processes, through torch.distributed's own launcher (torchrun's API).
+
+One process per nominal rank on this machine, meeting on the loopback interface; no
+restarts. The launcher ends all of them when one fails and when this process gets a signal.
+Workers inherit standard output, where rank 0 prints its steps, and write standard error to
+``train.log``. Imports torch, so it is imported late.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from nemo_uneven_tp.errors import USER_ERROR_EXIT_CODE, UnevenTPError, UserError
+from nemo_uneven_tp.plan import Plan
+from nemo_uneven_tp.run_files import LOG_FILE
+
+WORKER_MODULE = "nemo_uneven_tp.worker"
+_SECONDS_TO_LEAVE = "10"
+
+
+class WorkerFailedError(UnevenTPError, RuntimeError):
+    """A worker process ended with an error; the message is one sentence for the user."""
+
+
+def check_devices(accelerator: str, plan: Plan) -> None:
+    """Check that this machine has a device for each living rank.
+
+    Raises:
+        UserError: if GPUs are asked for that are not there.
+    """
+    if accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available()):
+        return
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"trainer.accelerator={accelerator}, but torch finds no GPU here; set "
+            "trainer.accelerator=cpu or start on a machine with GPUs"
+        )
+    highest = max(rank for cell in plan.cells for rank in cell.nominal_ranks)
+    if highest >= torch.cuda.device_count():
+        raise UserError(
+            f"trainer.devices={plan.nominal_world_size}, but torch finds "
+            f"{torch.cuda.device_count()} GPUs here and rank {highest} is not in uneven_tp.failed_ranks; "
+            "change one of them"
+        )
+
+
+def launch(run_dir: Path, processes: int, accelerator: str, threads_per_rank: int) -> None:
+    """Run the workers of ``run_dir`` to their end.
+
+    Raises:
+        UserError: if a worker found bad input.
+        WorkerFailedError: if a worker failed; names the rank and ``train.log``.
+        KeyboardInterrupt: if this process was asked to stop; the workers are gone then.
+    """
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SECONDS_TO_LEAVE)
+    log = run_dir / LOG_FILE
+    with (
+        tempfile.TemporaryDirectory(prefix="uneven-tp-") as messages,
+        _environment(_worker_environment(accelerator, threads_per_rank)),
+        _standard_error_to(log),
+    ):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=messages),
+        )
+        command = ("-u", "-m", WORKER_MODULE, str(run_dir))
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as error:
+            raise _failure(list(error.failures.values()), log) from error
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from error
+            raise WorkerFailedError(f"stopped by {error.sigval.name}") from error
+
+
+def _failure(failures: list[ProcessFailure], log: Path) -> UnevenTPError:
+    """The failure to tell: a user error if there is one, else the earliest."""
+    first = min(failures, key=lambda f: (f.exitcode != USER_ERROR_EXIT_CODE, f.timestamp))
+    said = first.message if Path(first.error_file).is_file() else ""
+    if first.exitcode == USER_ERROR_EXIT_CODE and said:
+        return UserError(said)
+    if first.exitcode < 0:
+        said = f"killed by {first.signal_name()}"
+    reason = f" ({said})" if said else f" with exit code {first.exitcode}"
+    return WorkerFailedError(f"rank {first.local_rank} failed{reason}; see {log}")
+
+
+def _worker_environment(accelerator: str, threads_per_rank: int) -> dict[str, str]:
+    variables = {"OMP_NUM_THREADS": str(threads_per_rank)}
+    if accelerator == "cpu":
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that does not resolve does no harm
+    return variables
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _standard_error_to(log: Path) -> Iterator[None]:
+    """Append what this process and its children write to file descriptor 2 to ``log``."""
+    sys.stderr.flush()
+    console = os.dup(2)
+    try:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(console, 2)
+        os.close(console)

@@ -1,0 +1,39 @@
+"""Stands in for the worker: does on each rank what ``plan.json`` in the run folder says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from nemo_uneven_tp import failure
+
+
+def main() -> int:
+    """Run one rank."""
+    run_dir = Path(sys.argv[1])
+    rank = os.environ["RANK"]
+    (run_dir / f"pid{rank}").write_text(str(os.getpid()))
+    variables = ("MASTER_ADDR", "WORLD_SIZE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    (run_dir / f"env{rank}").write_text(json.dumps({name: os.environ[name] for name in variables}))
+    todo = json.loads((run_dir / "todo.json").read_text()).get(rank, "")
+    if rank == "0":
+        print("step 1", flush=True)
+    print(f"noise of rank {rank}", file=sys.stderr, flush=True)
+    if todo == "sleep":
+        time.sleep(120)
+    if todo == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if todo.startswith("exit"):
+        _, code, sentence = todo.split(":", 2)
+        if sentence:
+            failure.report(sentence)
+        return int(code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
