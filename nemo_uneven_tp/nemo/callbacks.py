@@ -90,6 +90,14 @@ class RunReport(pl.Callback):
                 "computes or sends wrongly, and the steps since the last comparison are in doubt"
             )
 
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the validation loss."""
+        loss = trainer.callback_metrics.get("val_loss")
+        if trainer.is_global_zero and loss is not None:
+            self.console.line(
+                f"validation after step {trainer.global_step}  loss {float(loss):.6f}"
+            )
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the replicas and write ``result.json``."""
         equal = replicas_equal(trainer)
