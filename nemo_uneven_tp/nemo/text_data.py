@@ -85,18 +85,26 @@ def build_data_module(
     return module
 
 
+def _build_arguments(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """What stock NeMo passes to ``PreTrainingDataModule.build`` once the trainer runs."""
+    return {
+        "trainer_max_steps": trainer["max_steps"],
+        "trainer_val_check_interval": trainer.get("val_check_interval") or trainer["max_steps"],
+        "trainer_limit_val_batches": trainer.get("limit_val_batches", 0),
+        # 0 is what our trainer is built with.
+        "trainer_limit_test_batches": trainer.get("limit_test_batches", 0),
+    }
+
+
 def _index_key(config: Mapping[str, Any]) -> str:
     """A digest of what Megatron's sample index depends on, besides the text."""
-    data, trainer = config["data"], config["trainer"]
+    data = config["data"]
     parts = {
         "seq_length": config["model"]["seq_length"],
         **{name: data[name] for name in ("split", "seed", "global_batch_size")},
-        **{name: trainer.get(name) for name in _TRAINER_KEYS},
+        **_build_arguments(config["trainer"]),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-_TRAINER_KEYS = ("max_steps", "val_check_interval", "limit_val_batches", "limit_test_batches")
 
 
 def _prepare_index(
@@ -117,14 +125,7 @@ def _prepare_index(
         try:
             shutil.rmtree(index_dir, ignore_errors=True)
             index_dir.mkdir(parents=True)
-            max_steps = trainer["max_steps"]
-            module.build(
-                trainer_max_steps=max_steps,
-                trainer_val_check_interval=trainer.get("val_check_interval") or max_steps,
-                trainer_limit_val_batches=trainer.get("limit_val_batches", 0),
-                # Lightning's default, where the trainer is not told.
-                trainer_limit_test_batches=trainer.get("limit_test_batches", 1.0),
-            )
+            module.build(**_build_arguments(trainer))
             sizes = {file.name: file.stat().st_size for file in index_dir.iterdir()}
             (index_dir / _COMPLETE).write_text(json.dumps(sizes), encoding="utf-8")
         except OSError as error:
