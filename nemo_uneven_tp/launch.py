@@ -51,8 +51,8 @@ def check_devices(accelerator: str, plan: Plan) -> None:
     if highest >= torch.cuda.device_count():
         raise UserError(
             f"trainer.devices={plan.nominal_world_size}, but torch finds "
-            f"{torch.cuda.device_count()} GPUs here and rank {highest} is not in uneven_tp.failed_ranks; "
-            "change one of them"
+            f"{torch.cuda.device_count()} GPUs here and rank {highest} is not in "
+            "uneven_tp.failed_ranks; change one of them"
         )
 
 
