@@ -88,6 +88,13 @@ def make_buckets(
     return buckets + list(replicated.values())
 
 
+def main_grad(param: torch.nn.Parameter) -> torch.Tensor:
+    """The parameter's view of the gradient buffer, where Megatron keeps it."""
+    grad = getattr(param, "main_grad")  # noqa: B009
+    assert isinstance(grad, torch.Tensor)
+    return grad
+
+
 def place_gradients(buckets: Sequence[Bucket], memory: torch.Tensor) -> None:
     """Move ``main_grad`` of all parameters into ``memory`` so that buckets are contiguous.
 
@@ -99,7 +106,8 @@ def place_gradients(buckets: Sequence[Bucket], memory: torch.Tensor) -> None:
         start = offset
         for param in bucket.params:
             stop = offset + param.numel()
-            param.main_grad = memory[offset:stop].view(param.shape)
+            # Megatron keeps the gradient buffer's view here.
+            setattr(param, "main_grad", memory[offset:stop].view(param.shape))  # noqa: B010
             offset = stop
         bucket.grads = memory[start:offset]
 

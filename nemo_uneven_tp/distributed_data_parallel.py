@@ -7,6 +7,7 @@ only its bucket groups are replaced. Where all replicas are alike it is left exa
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,10 +43,13 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         **kwargs: Any,
     ) -> None:
         state = get_state()
+        if config.fp16 and ddp_config.check_for_nan_in_grad:
+            # Loss scaling expects overflows and skips the step; Megatron's trainer does the same.
+            ddp_config = replace(ddp_config, check_for_nan_in_grad=False)
         if state.plan.is_uniform:
             super().__init__(config, ddp_config, module, disable_bucketing, **kwargs)
             return
-        refuse_unsupported(ddp_config)
+        refuse_unsupported(config, ddp_config)
         local = copy.copy(ddp_config)
         # The stock part only allocates gradients here; sharding of the optimizer is ours.
         local.use_distributed_optimizer = False
@@ -129,7 +133,9 @@ def partial_params(
     return found
 
 
-def refuse_unsupported(ddp_config: DistributedDataParallelConfig) -> None:
+def refuse_unsupported(
+    config: TransformerConfig, ddp_config: DistributedDataParallelConfig
+) -> None:
     """Refuse data-parallel features that have no uneven counterpart.
 
     Raises:
@@ -150,3 +156,8 @@ def refuse_unsupported(ddp_config: DistributedDataParallelConfig) -> None:
                 f"strategy.ddp.{field}={current} is not supported by uneven tensor parallelism; "
                 f"set it to {value}"
             )
+    if ddp_config.average_in_collective and config.calculate_per_token_loss:
+        raise UnsupportedError(
+            "strategy.ddp.average_in_collective=True can't go with model.calculate_per_token_loss="
+            "True, in stock Megatron either; set one of them to False"
+        )

@@ -85,6 +85,8 @@ class UnevenDistributedOptimizer(MixedPrecisionOptimizer):
             )
             for param, _, in_shard, _ in shard.parts():
                 main = shard.main[in_shard]
+                # Over the world, every element counts once.
+                setattr(main, "tensor_model_parallel", True)  # noqa: B010
                 self._grads.append((main, shard.grad[in_shard]))
                 group_of[param]["params"].append(main)
 
@@ -115,18 +117,6 @@ class UnevenDistributedOptimizer(MixedPrecisionOptimizer):
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         for group in self.bucket_groups:
             group.load_main_params()
-
-    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
-        """Gradients of the shards: over the world, every element once."""
-        return self._collect_main_grad_data_for_unscaling()
-
-    def count_zeros(self) -> float:
-        """Zeros among all gradients of the model, dummies and padding left out."""
-        zeros = torch.zeros(1, dtype=torch.float32, device=self.shards[0].grad.device)
-        for grad in self._collect_main_grad_data_for_unscaling():
-            zeros += grad.numel() - torch.count_nonzero(grad)
-        dist.all_reduce(zeros, group=self.get_grad_stats_parallel_group())
-        return float(zeros.item())
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's shards; it fits only the same plan."""
@@ -184,8 +174,8 @@ def refuse_unsupported(config: OptimizerConfig) -> None:
             )
     if config.optimizer not in ("adam", "sgd"):
         raise UnsupportedError(
-            f"optim.optimizer={config.optimizer} is not supported by uneven tensor parallelism; use "
-            "adam or sgd"
+            f"optim.optimizer={config.optimizer} is not supported by uneven tensor parallelism; "
+            "use adam or sgd"
         )
 
 

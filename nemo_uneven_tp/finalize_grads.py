@@ -30,7 +30,7 @@ def finalize_model_grads(
         stock_finalize_model_grads(model, num_tokens, **kwargs)
         return
     for chunk in model:
-        chunk.finish_grad_sync()
+        chunk.finish_grad_sync()  # type: ignore[operator]
     reset_model_temporary_tensors(get_model_config(model[0]), model)
     if num_tokens is None:
         return
@@ -40,4 +40,4 @@ def finalize_model_grads(
     dist.all_reduce(total)
     if total.item() > 0:
         for chunk in model:
-            chunk.scale_gradients(1.0 / total.item())
+            chunk.scale_gradients(1.0 / total.item())  # type: ignore[operator]

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_uneven_tp.buckets import Bucket, LocatedPiece, Ranks
+from nemo_uneven_tp.buckets import Bucket, LocatedPiece, Ranks, main_grad
 from nemo_uneven_tp.errors import UnevenTPError
 from nemo_uneven_tp.parallel_state import UnevenState
 from nemo_uneven_tp.segment_views import pack, unpack
 
 
 class NonFiniteGradientError(UnevenTPError, RuntimeError):
-    """A gradient holds NaN or Inf; the message names parameter, segment and rank."""
+    """A gradient holds NaN or Inf; the message names parameter, segment and nominal rank."""
 
 
 class Staging:
@@ -133,7 +133,7 @@ class SegmentBucketGroup:
                 flat = flats[ranks]
                 pack(grad_views(pieces), flat)
                 if self.check_for_nan:
-                    check_finite(flat, pieces, self.state.rank)
+                    check_finite(flat, pieces, self.state.plan.nominal_rank(self.state.rank))
                 if self.scale != 1.0:
                     flat.mul_(self.scale)
             # Packed all, so that what comes back may overwrite the bucket's gradients.
@@ -224,22 +224,22 @@ class ReplicatedBucketGroup(SegmentBucketGroup):
 
 def grad_views(pieces: list[LocatedPiece]) -> list[torch.Tensor]:
     """Views of ``pieces`` in the parameters' ``main_grad``."""
-    return [view for param, piece in pieces for view in piece.views(param.main_grad)]
+    return [view for param, piece in pieces for view in piece.views(main_grad(param))]
 
 
-def check_finite(flat: torch.Tensor, pieces: list[LocatedPiece], rank: int) -> None:
+def check_finite(flat: torch.Tensor, pieces: list[LocatedPiece], nominal_rank: int) -> None:
     """Raise if ``flat``, packed from ``pieces``, holds NaN or Inf.
 
     Raises:
-        NonFiniteGradientError: naming the first bad parameter, its segment and the rank.
+        NonFiniteGradientError: naming the first bad parameter, its segment and the nominal rank.
     """
     if bool(torch.isfinite(flat.sum())) or bool(torch.isfinite(flat).all()):
         return
     for param, piece in pieces:
-        for view in piece.views(param.main_grad):
+        for view in piece.views(main_grad(param)):
             if not bool(torch.isfinite(view).all()):
                 kind = "NaN" if bool(torch.isnan(view).any()) else "Inf"
                 raise NonFiniteGradientError(
-                    f"{kind} in the gradient of {piece.describe()} on rank {rank} "
-                    "before gradient sync"
+                    f"{kind} in the gradient of {piece.describe()} on rank {nominal_rank} "
+                    "(as the whole job numbers them), before gradient sync"
                 )

@@ -17,9 +17,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from nemo_uneven_tp.model_shape import Cut, Parameter
+from nemo_uneven_tp.model_shape import Cut, Parameter, parameters
 from nemo_uneven_tp.parallel_state import UnevenState
+from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.segment_views import pack, pieces_of, unpack
+from nemo_uneven_tp.shares import Axis
 
 InitMethod = Callable[[torch.Tensor], object]
 
@@ -121,9 +123,44 @@ def broadcast_by_segment(module: torch.nn.Module, state: UnevenState, source: in
 def _broadcast(views: list[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
     for dtype in sorted({view.dtype for view in views}, key=str):
         same = [view for view in views if view.dtype == dtype]
-        flat = torch.empty(
-            sum(view.numel() for view in same), dtype=dtype, device=same[0].device
-        )
+        flat = torch.empty(sum(view.numel() for view in same), dtype=dtype, device=same[0].device)
         pack(same, flat)
         dist.broadcast(flat, source, group=group)
         unpack(flat, same)
+
+
+class StockReferenceInit:
+    """An ``init_method`` with which a *stock* run starts like one at another degree.
+
+    Stock Megatron calls ``init_method`` with the whole master of each weight on CPU; the only
+    one whose meaning depends on the degree is a gated ``linear_fc1``, told by its shape.
+
+    Raises:
+        ValueError: if another weight has that shape too.
+    """
+
+    def __init__(
+        self, original: InitMethod, plan: Plan, degree: int, reference_degree: int
+    ) -> None:
+        (fc1,) = {p.shape for p in parameters(plan.model, plan.vocab_size) if _is_fc1(p)}
+        others = {
+            p.shape for p in parameters(plan.model, plan.vocab_size) if p.cut and not _is_fc1(p)
+        }
+        if fc1 in others:
+            raise ValueError(f"several weights have the shape {fc1} of linear_fc1")
+        self.original = original
+        self.shape = fc1
+        self.cut = Cut(axis=Axis.FFN, dim=0, per_unit=1, runs=2)
+        self.degree = degree
+        self.reference_degree = reference_degree
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Draw ``tensor``; reorder it if it is the master of ``linear_fc1``."""
+        self.original(tensor)
+        if tuple(tensor.shape) == self.shape and not isinstance(tensor, torch.nn.Parameter):
+            canonical = stock_to_canonical(tensor, self.cut, self.reference_degree)
+            tensor.copy_(canonical_to_stock(canonical, self.cut, self.degree))
+
+
+def _is_fc1(parameter: Parameter) -> bool:
+    return parameter.name.endswith("linear_fc1.weight")

@@ -82,8 +82,8 @@ def uneven_layer_spec(spec: ModuleSpec) -> ModuleSpec:
         )
     if mlp.module is not MLP:
         raise UnsupportedError(
-            f"an MLP of type {mlp.module.__name__} (mixture of experts or fused) is not supported by "
-            "uneven tensor parallelism; use the dense MLP or uneven_tp=off"
+            f"an MLP of type {mlp.module.__name__} (mixture of experts or fused) is not supported "
+            "by uneven tensor parallelism; use the dense MLP or uneven_tp=off"
         )
     attention.module = UnevenSelfAttention
     mlp.module = UnevenMLP
@@ -155,7 +155,8 @@ def _reference_init(module: str, original: InitMethod | None) -> InitMethod:
     state = get_state()
     plan = state.plan
     parameter = _weight(module)
-    assert parameter.cut is not None and original is not None
+    assert parameter.cut is not None
+    assert original is not None
     return ReferenceInit(
         unwrap(original),
         parameter,

@@ -1,8 +1,9 @@
 """Megatron's optimizers over uneven replicas.
 
-Without the distributed optimizer, Adam and SGD work element by element, so each rank steps its own share with Megatron's own
-classes. Only the statistics over all gradients need care: they must count each element once
-and be the same number on every rank, or replicas drift apart in the last bits.
+Without the distributed optimizer, Adam and SGD work element by element, so each rank steps its
+own share with Megatron's own classes. Only the statistics over all gradients need care: they
+must count each element once and be the same number on every rank, or replicas drift apart in
+the last bits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 from nemo_uneven_tp.distributed_optimizer import build_distributed_optimizer, refuse_unsupported
+from nemo_uneven_tp.model_shape import parameters
 from nemo_uneven_tp.parallel_state import get_state
+from nemo_uneven_tp.plan import Plan
+from nemo_uneven_tp.shares import Axis
 
 
 def get_uneven_optimizer(
@@ -27,7 +31,7 @@ def get_uneven_optimizer(
     """Like ``get_megatron_optimizer`` (same arguments), for chunks wrapped in our DDP."""
     state = get_state()
     if state.plan.is_uniform:
-        return build(config, model_chunks, **kwargs)
+        return _without_dummy_zeros(build(config, model_chunks, **kwargs), state.plan)
     if config.use_distributed_optimizer:
         return build_distributed_optimizer(config, model_chunks, build, **kwargs)
     refuse_unsupported(config)
@@ -35,8 +39,24 @@ def get_uneven_optimizer(
     # replica counts, and the sum runs over the world.
     for chunk in model_chunks:
         for param in chunk.parameters():
-            param.shared = state.cell.replica != 0
+            setattr(param, "shared", state.cell.replica != 0)  # noqa: B010
     optimizer = build(config, model_chunks, **kwargs)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         part.grad_stats_parallel_group = dist.group.WORLD
+    return _without_dummy_zeros(optimizer, state.plan)
+
+
+def _without_dummy_zeros(optimizer: MegatronOptimizer, plan: Plan) -> MegatronOptimizer:
+    """Leave the dummy vocabulary rows of the first replica, always zero, out of ``count_zeros``."""
+    cell = plan.cells[0]
+    rows = cell.shares[Axis.VOCAB][1] * cell.degree - plan.vocab_size
+    vocab_cut = [
+        parameter
+        for parameter in parameters(plan.model, plan.vocab_size)
+        if parameter.cut is not None and parameter.cut.axis is Axis.VOCAB
+    ]
+    dummies = sum(parameter.elements(rows) for parameter in vocab_cut)
+    if dummies:
+        stock = optimizer.count_zeros
+        optimizer.count_zeros = lambda: stock() - dummies
     return optimizer

@@ -17,6 +17,7 @@ What the groups mean in an uneven layout:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -101,6 +102,8 @@ def initialize_uneven_model_parallel(
     mpu.destroy_model_parallel()
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     if len(set(plan.degrees)) == 1:
+        if timeout_s is not None:
+            stock_options.setdefault("distributed_timeout_minutes", math.ceil(timeout_s / 60))
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=cell.degree,
             create_gloo_process_groups=create_gloo_process_groups,

@@ -142,6 +142,11 @@ class Plan:
         """The compact rank of a nominal one; ``None`` if it is not part of the job."""
         return self._compact_ranks.get(nominal_rank)
 
+    def nominal_rank(self, rank: int) -> int:
+        """The nominal rank of a compact one: the number users know it by."""
+        cell, tp_rank = self.location(rank)
+        return cell.nominal_ranks[tp_rank]
+
     @property
     def leaders(self) -> tuple[int, ...]:
         """The first rank of each cell, in replica order: replicated parameters meet here."""

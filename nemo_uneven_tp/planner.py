@@ -141,9 +141,7 @@ def _cells(model: ModelShape, topology: Topology, vocab_size: int) -> tuple[Cell
     return tuple(cells)
 
 
-def _split_batch(
-    request: PlanRequest, cells: Sequence[Cell], vocab_size: int
-) -> tuple[int, ...]:
+def _split_batch(request: PlanRequest, cells: Sequence[Cell], vocab_size: int) -> tuple[int, ...]:
     micro, whole = request.micro_batch_size, request.global_batch_size
     for key, value in (("data.micro_batch_size", micro), ("data.global_batch_size", whole)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -191,8 +189,8 @@ def _check_degree(model: ModelShape, degree: int, sequence_parallel: bool) -> No
     if degree > model.num_query_groups:
         raise UserError(
             f"model.num_query_groups={model.num_query_groups} is less than the {degree} "
-            "tensor-parallel ranks of a replica; each rank needs at least one query group, so lower "
-            "strategy.tensor_model_parallel_size or uneven_tp.degrees"
+            "tensor-parallel ranks of a replica; each rank needs at least one query group, so "
+            "lower strategy.tensor_model_parallel_size or uneven_tp.degrees"
         )
     if degree > model.ffn_hidden_size:
         raise UserError(

@@ -15,13 +15,16 @@ import torch.distributed as dist
 
 from nemo_uneven_tp.errors import UnevenTPError
 from nemo_uneven_tp.parallel_state import UnevenState, get_state
+from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.segment_views import Piece, pieces_of
 
+_CHUNK = 1 << 22
+"""Elements hashed at a time: what a comparison costs in memory is 16 bytes each."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicasDifferError(UnevenTPError, RuntimeError):
-    """Replicas no longer hold the same numbers; the message names parameter, segment, ranks."""
+    """Replicas no longer hold the same numbers; the message names what and where."""
 
 
 def check_replicas(chunks: Iterable[torch.nn.Module], optimizer: Any = None) -> None:
@@ -30,12 +33,21 @@ def check_replicas(chunks: Iterable[torch.nn.Module], optimizer: Any = None) -> 
     Raises:
         ReplicasDifferError: on every rank, if any two replicas differ in a bit.
     """
-    differences = find_differences(chunks, optimizer)
+    raise_if_any(find_differences(chunks, optimizer))
+
+
+def raise_if_any(differences: list[str]) -> None:
+    """Raise if there are differences.
+
+    Raises:
+        ReplicasDifferError: naming the first one and how many more there are.
+    """
     if differences:
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
         raise ReplicasDifferError(
-            f"replicas differ in {differences[0]}{more}; a rank computes or sends wrongly, and the "
-            "steps since the last comparison are in doubt"
+            f"replicas differ in {differences[0]}{more}; ranks are numbered as in the undamaged "
+            "job. A rank computes or sends wrongly, and the steps since the last comparison are in "
+            "doubt"
         )
 
 
@@ -48,15 +60,15 @@ def find_differences(chunks: Iterable[torch.nn.Module], optimizer: Any = None) -
     state = get_state()
     chunks = list(chunks)
     for chunk in chunks:
-        if callable(sync := getattr(chunk, "start_param_sync", None)):
-            if getattr(chunk.ddp_config, "use_distributed_optimizer", False):
-                sync(force_sync=True)
+        ddp_config = getattr(chunk, "ddp_config", None)
+        if getattr(ddp_config, "use_distributed_optimizer", False):
+            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
     found = []
     labelled = _by_group(chunks, optimizer, state)
     common = labelled.pop(())
     for ranks, entries in labelled.items():
-        found += _compare(ranks, entries, state.sync_groups[ranks])
-    found += _compare(state.cell.ranks, common, state.tp_group)
+        found += _compare(ranks, entries, state.sync_groups[ranks], state.plan)
+    found += _compare(state.cell.ranks, common, state.tp_group, state.plan)
     anything = torch.tensor([len(found)], dtype=torch.int64, device=_device(chunks))
     dist.all_reduce(anything)
     if not int(anything):
@@ -73,10 +85,13 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     leaves it unchanged, and integer sums do not depend on their order.
     """
     flat = tensor.detach().contiguous().view(-1)
-    bits = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
-    weights = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device)
-    weights = (weights * 0x9E3779B97F4A7C1 + 0x1B873593) * 2 + 1
-    return (bits * weights).sum()
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        weights = torch.arange(start, start + part.numel(), dtype=torch.int64, device=bits.device)
+        total += part.mul_(weights.mul_(0x9E3779B97F4A7C1).add_(0x1B873593).mul_(2).add_(1)).sum()
+    return total
 
 
 Entry = tuple[str, torch.Tensor]
@@ -110,14 +125,14 @@ def _named(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parame
             yield name, param
 
 
-def _tensors_of(
-    param: torch.nn.Parameter, optimizer: Any
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(param: torch.nn.Parameter, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield "parameter", param
     if optimizer is None:
         return
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         main = getattr(param, "main_param", param)
+        if main is not param and main.shape == param.shape:
+            yield "fp32 copy of", main
         state = part.optimizer.state.get(main, {}) if part.optimizer is not None else {}
         for key in sorted(state):
             value = state[key]
@@ -130,7 +145,7 @@ def _label(what: str, piece: Piece) -> str:
 
 
 def _compare(
-    ranks: tuple[int, ...], entries: list[Entry], group: dist.ProcessGroup
+    ranks: tuple[int, ...], entries: list[Entry], group: dist.ProcessGroup, plan: Plan
 ) -> list[str]:
     if not entries or len(ranks) < 2:
         return []
@@ -144,11 +159,15 @@ def _compare(
     everyone = [torch.empty_like(own) for _ in ranks]
     dist.all_gather(everyone, own, group=group)
     found = []
+    nominal = [plan.nominal_rank(rank) for rank in ranks]
     for i in torch.nonzero(differ).flatten().tolist():
         values = [int(other[i]) for other in everyone]
         usual = max(set(values), key=values.count)
-        odd = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
-        who = f"ranks {list(ranks)}" if len(ranks) == 2 else f"rank {odd} against {list(ranks)}"
+        odd = [rank for rank, value in zip(nominal, values, strict=True) if value != usual]
+        if len(ranks) == 2:
+            who = f"ranks {nominal[0]} and {nominal[1]}"
+        else:
+            who = f"ranks {nominal}; {odd} against the others"
         found.append(f"{entries[i][0]} between {who}")
     return found
 

@@ -51,9 +51,8 @@ class Piece:
         """The piece in words, for messages."""
         if self.segment is None:
             return f"{self.name} (replicated)"
-        return (
-            f"{self.name}, {self.segment.axis} units {self.segment.start} to {self.segment.stop - 1}"
-        )
+        first, last = self.segment.start, self.segment.stop - 1
+        return f"{self.name}, {self.segment.axis} units {first} to {last}"
 
 
 def local_extent(plan: Plan, rank: int, cut: Cut) -> int:

@@ -67,12 +67,13 @@ def make_topology(
     if world_size % tp:
         raise UserError(
             f"trainer.devices * trainer.num_nodes={world_size} is not a multiple of "
-            f"strategy.tensor_model_parallel_size={tp}; count failed ranks in, as the stock job does"
+            f"strategy.tensor_model_parallel_size={tp}; count failed ranks in, as the stock job "
+            "does"
         )
     if degrees is not None and failed_ranks:
         raise UserError(
-            f"uneven_tp.failed_ranks={list(failed_ranks)} and uneven_tp.degrees={list(degrees)} are "
-            "both set; keep one of them"
+            f"uneven_tp.failed_ranks={list(failed_ranks)} and uneven_tp.degrees={list(degrees)} "
+            "are both set; keep one of them"
         )
     replicas = world_size // tp
     if degrees is not None:
@@ -93,8 +94,9 @@ def make_topology(
         r = dropped[0]
         raise UserError(
             f"uneven_tp.failed_ranks={sorted(gone)} holds all ranks of replica {r} "
-            f"(ranks {r * tp} to {(r + 1) * tp - 1}), so the replica would be dropped and the others "
-            "take over its micro-batches; set uneven_tp.allow_dropped_replicas=true if you want that"
+            f"(ranks {r * tp} to {(r + 1) * tp - 1}), so the replica would be dropped and the "
+            "others take over its micro-batches; set uneven_tp.allow_dropped_replicas=true if you "
+            "want that"
         )
     return Topology(
         nominal_world_size=world_size,
@@ -125,19 +127,18 @@ def _only_one(key: str, value: int) -> None:
 def _left_out(degrees: Sequence[int], tp: int, replicas: int) -> set[int]:
     if len(degrees) != replicas:
         raise UserError(
-            f"uneven_tp.degrees={list(degrees)} lists {len(degrees)} degrees for {replicas} replicas; "
-            "give one per data-parallel replica"
+            f"uneven_tp.degrees={list(degrees)} lists {len(degrees)} degrees for {replicas} "
+            "replicas; give one per data-parallel replica"
         )
     for degree in degrees:
         if not _is_integer(degree) or not 1 <= degree <= tp:
             raise UserError(
                 f"uneven_tp.degrees={list(degrees)}: {degree!r} is not an integer from 1 to "
-                f"strategy.tensor_model_parallel_size={tp}; give each replica a degree in that range"
+                f"strategy.tensor_model_parallel_size={tp}; give each replica a degree in that "
+                "range"
             )
     return {
-        rank
-        for r, degree in enumerate(degrees)
-        for rank in range(r * tp + degree, (r + 1) * tp)
+        rank for r, degree in enumerate(degrees) for rank in range(r * tp + degree, (r + 1) * tp)
     }
 
 
@@ -146,8 +147,8 @@ def _checked_failures(failed_ranks: Sequence[int], world_size: int) -> set[int]:
     for rank in failed_ranks:
         if not _is_integer(rank) or not 0 <= rank < world_size:
             raise UserError(
-                f"uneven_tp.failed_ranks={shown}: {rank!r} is not a nominal rank; ranks of this job "
-                f"are 0 to {world_size - 1}"
+                f"uneven_tp.failed_ranks={shown}: {rank!r} is not a nominal rank; ranks of this "
+                f"job are 0 to {world_size - 1}"
             )
     repeated = sorted({rank for rank in failed_ranks if shown.count(rank) > 1})
     if repeated:

@@ -40,9 +40,7 @@ class Traffic:
     def select(self, kind: str | None = None, ranks: tuple[int, ...] | None = None) -> list[Call]:
         """Calls of ``kind`` in the group ``ranks``."""
         return [
-            call
-            for call in self.calls
-            if kind in (None, call.kind) and ranks in (None, call.ranks)
+            call for call in self.calls if kind in (None, call.kind) and ranks in (None, call.ranks)
         ]
 
 

@@ -67,9 +67,9 @@ class RankPool:
                 missing = [connections.index(c) for c in left]
                 failures.update({rank: "did not finish in time" for rank in missing})
                 break
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = connections.index(connection)
+            for rank, connection in enumerate(connections):
+                if connection not in ready:
+                    continue
                 try:
                     ok, value = connection.recv()
                 except EOFError:
@@ -77,7 +77,9 @@ class RankPool:
                 (results if ok else failures)[rank] = value
         if failures:
             self.close()
-            raise RankFailure("\n".join(f"rank {r}: {text}" for r, text in sorted(failures.items())))
+            raise RankFailure(
+                "\n".join(f"rank {r}: {text}" for r, text in sorted(failures.items()))
+            )
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:

@@ -210,11 +210,6 @@ def _check_features(config: Config) -> None:
         if value is not None and value != 1:
             raise UnsupportedError(f"{key}={value}: {feature} is not supported yet; set {key}=1")
     distributed = value_of(config, "optim.use_distributed_optimizer")
-    if distributed and config["uneven_tp"]["enabled"]:
-        raise UnsupportedError(
-            "optim.use_distributed_optimizer=true is not supported with uneven_tp=on yet; set it "
-            "to false or use uneven_tp=off"
-        )
     if value_of(config, "strategy.overlap_param_gather") and not distributed:
         raise UserError(
             "strategy.overlap_param_gather=true needs optim.use_distributed_optimizer=true; set it "

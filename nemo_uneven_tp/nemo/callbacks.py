@@ -10,9 +10,8 @@ from typing import IO, Any
 
 import lightning.pytorch as pl
 
+from nemo_uneven_tp.nemo import replicas
 from nemo_uneven_tp.nemo.logs import Console
-from nemo_uneven_tp.nemo.replicas import differences, replicas_equal
-from nemo_uneven_tp.replica_check import ReplicasDifferError
 from nemo_uneven_tp.run_files import METRICS_FILE, RESULT_FILE
 
 
@@ -84,11 +83,8 @@ class RunReport(pl.Callback):
                 },
             )
         every = self.check_replicas_every
-        if every and trainer.global_step % every == 0 and (found := differences(trainer)):
-            raise ReplicasDifferError(
-                f"after step {trainer.global_step - 1} replicas differ in {found[0]}; a rank "
-                "computes or sends wrongly, and the steps since the last comparison are in doubt"
-            )
+        if every and trainer.global_step % every == 0:
+            replicas.check(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the validation loss."""
@@ -100,7 +96,7 @@ class RunReport(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the replicas and write ``result.json``."""
-        equal = replicas_equal(trainer)
+        equal = replicas.replicas_equal(trainer)
         if not trainer.is_global_zero:
             return
         if self._file is not None:

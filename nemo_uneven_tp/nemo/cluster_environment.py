@@ -29,7 +29,8 @@ class UnevenClusterEnvironment(ClusterEnvironment):
         elif topology.failed_ranks:
             raise UserError(
                 f"uneven_tp.failed_ranks={list(topology.failed_ranks)} needs processes started by "
-                "torchrun, Slurm or `uneven-tp pretrain`; Lightning's own launcher can't leave ranks out"
+                "torchrun, Slurm or `uneven-tp pretrain`; Lightning's own launcher can't leave "
+                "ranks out"
             )
 
     @property

@@ -52,8 +52,8 @@ class UnevenDataSampler(MegatronDataSampler):
             )
         if stock.dataloader_type != "single":
             raise UnsupportedError(
-                f"data.dataloader_type={stock.dataloader_type} depends on the number of ranks, which "
-                "changes here; set it to single or use uneven_tp=off"
+                f"data.dataloader_type={stock.dataloader_type} depends on the number of ranks, "
+                "which changes here; set it to single or use uneven_tp=off"
             )
         super().__init__(
             seq_len=stock.seq_len,

@@ -17,13 +17,15 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.utils import init_method_normal
 from nemo import lightning as nl
 from nemo.collections import llm
 from nemo.lightning import _strategy_lib
 from nemo.lightning.pytorch.optim import CosineAnnealingScheduler
 
 from nemo_uneven_tp import cpu_mode
-from nemo_uneven_tp.errors import UnsupportedError, UserError
+from nemo_uneven_tp.errors import UserError
+from nemo_uneven_tp.initial_weights import StockReferenceInit
 from nemo_uneven_tp.nemo.callbacks import RunReport
 from nemo_uneven_tp.nemo.logs import Console
 from nemo_uneven_tp.nemo.text_data import build_data_module
@@ -219,20 +221,25 @@ def seeded(seed: int) -> Iterator[None]:
 def _start_like_reference(values: dict[str, Any], plan: Plan) -> None:
     """Make a stock run start like one at ``model.reference_tensor_parallel_size``.
 
-    The padded vocabulary can be set. A gated ``linear_fc1`` would also need its initial weights
-    in another order, which stock Megatron does not offer.
+    Through what ``GPTConfig`` offers: a preset padded vocabulary and, for a gated MLP whose
+    master weight stock Megatron reads differently at each degree, an ``init_method``.
     """
-    reference = f"model.reference_tensor_parallel_size={plan.reference_tensor_parallel_size}"
+    reference = plan.reference_tensor_parallel_size
+    key = f"model.reference_tensor_parallel_size={reference}"
     degree = plan.tensor_model_parallel_size
-    if values["gated_linear_unit"]:
-        raise UnsupportedError(
-            f"{reference} with model.gated_linear_unit=true is more than stock NeMo can do at "
-            f"strategy.tensor_model_parallel_size={degree}; use uneven_tp=on"
-        )
     if plan.vocab_size % degree:
         raise UserError(
-            f"{reference} pads the vocabulary to {plan.vocab_size} rows, which stock Megatron "
-            f"can't cut into strategy.tensor_model_parallel_size={degree} equal parts; change "
+            f"{key} pads the vocabulary to {plan.vocab_size} rows, which stock Megatron can't cut "
+            f"into strategy.tensor_model_parallel_size={degree} equal parts; change "
             "model.make_vocab_size_divisible_by or use uneven_tp=on"
         )
     values["vocab_size"] = plan.vocab_size
+    if not plan.model.gated_linear_unit:
+        return
+    try:
+        original = init_method_normal(values["init_method_std"])
+        values["init_method"] = StockReferenceInit(original, plan, degree, reference)
+    except ValueError as error:
+        raise UserError(
+            f"{key} can't be reproduced by stock NeMo here, since {error}; use uneven_tp=on"
+        ) from error

@@ -6,16 +6,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from nemo_uneven_tp.nemo.callbacks import ReplicasDifferError
-from nemo_uneven_tp.nemo.replicas import replicas_equal
+from nemo_uneven_tp.nemo import replicas
 
 
 class ReplicaCheck(pl.Callback):
-    """Compares the replicas' weights bit by bit every ``every`` steps.
-
-    Raises:
-        ReplicasDifferError: from the step after which they differ.
-    """
+    """Compares the replicas bit by bit every ``every`` steps; see :mod:`.replicas`."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -29,5 +24,5 @@ class ReplicaCheck(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Compare, if it is time."""
-        if trainer.global_step % self.every == 0 and replicas_equal(trainer) is False:
-            raise ReplicasDifferError(f"replicas differ after step {trainer.global_step - 1}")
+        if trainer.global_step % self.every == 0:
+            replicas.check(trainer)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_uneven_tp.replica_check import find_differences
+from nemo_uneven_tp.replica_check import find_differences, raise_if_any
 
 
 def differences(trainer: Any) -> list[str] | None:
@@ -22,7 +22,18 @@ def differences(trainer: Any) -> list[str] | None:
     plan = getattr(trainer.strategy, "plan", None)
     if plan is None:
         return _stock_differences(chunks)
-    return None if plan.replicas == 1 else find_differences(chunks)
+    if plan.replicas == 1:
+        return None
+    return find_differences(chunks, getattr(trainer.optimizers[0], "mcore_optimizer", None))
+
+
+def check(trainer: Any) -> None:
+    """Compare the replicas. Collective.
+
+    Raises:
+        ReplicasDifferError: on every rank, naming what differs and where.
+    """
+    raise_if_any(differences(trainer) or [])
 
 
 def replicas_equal(trainer: Any) -> bool | None:

@@ -22,6 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from nemo import lightning as nl
 from nemo.lightning.megatron_parallel import DDP
 from nemo.utils import AppState
+from torch.distributed.constants import default_pg_timeout
 
 from nemo_uneven_tp import layer_specs
 from nemo_uneven_tp.distributed_data_parallel import UnevenDistributedDataParallel
@@ -138,7 +139,9 @@ class UnevenMegatronStrategy(nl.MegatronStrategy):
         self._init_process_group()
         super().setup_distributed()  # process groups exist: only ranks, seeds and AppState
         state = initialize_uneven_model_parallel(
-            plan, create_gloo_process_groups=self.use_gloo_process_groups
+            plan,
+            timeout_s=self._collective_timeout().total_seconds(),
+            create_gloo_process_groups=self.use_gloo_process_groups,
         )
         self._update_app_state(plan)
         # NeMo has seeded Megatron's RNG tracker for a job without tensor parallelism.
@@ -200,7 +203,8 @@ class UnevenMegatronStrategy(nl.MegatronStrategy):
         tokenizer = getattr(module, "tokenizer", None)
         if not hasattr(module, "config") or not hasattr(module, "configure_model"):
             raise UnsupportedError(
-                f"model: {type(module).__name__} has no Megatron config; uneven_tp needs a NeMo GPT model"
+                f"model: {type(module).__name__} has no Megatron config; uneven_tp needs a NeMo "
+                "GPT model"
             )
         environment = self.cluster_environment
         assert isinstance(environment, UnevenClusterEnvironment)
@@ -235,14 +239,18 @@ class UnevenMegatronStrategy(nl.MegatronStrategy):
         assert environment is not None
         os.environ["MASTER_ADDR"] = environment.main_address
         os.environ["MASTER_PORT"] = str(environment.main_port)
-        limit = os.getenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
         torch.distributed.init_process_group(
             self._get_process_group_backend(),
             rank=environment.global_rank(),
             world_size=environment.world_size(),
             store=self.store,
-            timeout=timedelta(seconds=int(limit)) if limit else self._timeout,
+            timeout=self._collective_timeout(),
         )
+
+    def _collective_timeout(self) -> timedelta:
+        # NeMo's own door to the time limit of collectives.
+        limit = os.getenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
+        return timedelta(seconds=int(limit)) if limit else default_pg_timeout
 
     def _update_app_state(self, plan: Plan) -> None:
         from megatron.core import parallel_state as mpu
@@ -282,8 +290,8 @@ def _uneven_spec(config: Any) -> ModuleSpec:
         spec = spec(config, vp_stage=0) if takes_stage else spec(config)
     if not isinstance(spec, ModuleSpec) or not hasattr(spec.submodules, "self_attention"):
         raise UnsupportedError(
-            "model.config.transformer_layer_spec gives no plain transformer layer; uneven_tp supports "
-            "dense GPT layers only"
+            "model.config.transformer_layer_spec gives no plain transformer layer; uneven_tp "
+            "supports dense GPT layers only"
         )
     return layer_specs.uneven_layer_spec(spec)
 
@@ -293,6 +301,7 @@ def _gpt_model(module: Any) -> MCoreGPTModel:
         module = module.module
     if not isinstance(module, MCoreGPTModel):
         raise UnsupportedError(
-            f"model: {type(module).__name__} is not Megatron's GPTModel; uneven_tp supports dense GPT only"
+            f"model: {type(module).__name__} is not Megatron's GPTModel; uneven_tp supports dense "
+            "GPT only"
         )
     return module

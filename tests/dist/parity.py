@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -57,6 +58,14 @@ class Case:
     distributed_optimizer: bool = False
     optimizer: str = "adam"
     clip_grad: float = 1.0
+    lr: float = 1e-2
+    overlap_param_gather: bool = False
+    average_in_collective: bool = False
+    check_for_nan: bool | None = None  # None: where no loss scaling expects overflows
+    log_num_zeros: bool = False
+    initial_loss_scale: float = 2.0**32
+    reference: int | None = 1
+    learnable: bool = False
 
     def plan(self) -> Plan:
         """The plan of the uneven run."""
@@ -69,7 +78,7 @@ class Case:
                 global_batch_size=self.global_batch_size,
                 micro_batch_size=self.micro_batch_size,
                 degrees=self.degrees,
-                reference_tensor_parallel_size=1,
+                reference_tensor_parallel_size=self.reference,
             )
         )
 
@@ -149,25 +158,28 @@ def transformer_config(case: Case, degree: int) -> TransformerConfig:
     )
 
 
-def run_stock(case: Case) -> dict[str, Any]:
-    """Train ``case`` with stock Megatron on this one process."""
+def run_stock(case: Case, degree: int = 1, distributed: bool = False) -> dict[str, Any]:
+    """Train ``case`` with stock Megatron at ``degree``; all ranks together make up the replicas."""
     cpu_mode.activate()
-    mpu.initialize_model_parallel(tensor_model_parallel_size=1)
+    mpu.initialize_model_parallel(tensor_model_parallel_size=degree)
     try:
-        config = transformer_config(case, 1)
+        config = transformer_config(case, degree)
         seed_everything(case.seed)
         model = GPTModel(
             config,
             get_gpt_layer_local_spec(
                 qk_layernorm=case.shape.qk_layernorm, normalization=case.shape.normalization
             ),
-            vocab_size=case.shape.padded_vocab_size(1),
+            vocab_size=case.shape.padded_vocab_size(degree),
             **gpt_options(case),
         )
         config.finalize_model_grads_func = stock_finalize
-        chunk = DistributedDataParallel(config, ddp_config(case, False), wrap(config, model))
-        optimizer = get_megatron_optimizer(optimizer_config(case, False), [chunk])
-        micro_batches = list(range(case.global_batch_size // case.micro_batch_size))
+        chunk = DistributedDataParallel(config, ddp_config(case, distributed), wrap(config, model))
+        optimizer = get_megatron_optimizer(optimizer_config(case, distributed), [chunk])
+        replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        micro_batches = list(
+            range(replica, case.global_batch_size // case.micro_batch_size, replicas)
+        )
         return train(case, config, model, chunk, optimizer, micro_batches, None)
     finally:
         mpu.destroy_model_parallel()
@@ -234,8 +246,12 @@ def ddp_config(case: Case, distributed: bool) -> DistributedDataParallelConfig:
         grad_reduce_in_fp32=case.grad_reduce_in_fp32,
         overlap_grad_reduce=case.overlap,
         bucket_size=case.bucket_size,
-        check_for_nan_in_grad=case.precision != "fp16",
+        check_for_nan_in_grad=case.precision != "fp16"
+        if case.check_for_nan is None
+        else case.check_for_nan,
         use_distributed_optimizer=distributed,
+        overlap_param_gather=distributed and case.overlap_param_gather,
+        average_in_collective=case.average_in_collective,
     )
 
 
@@ -243,10 +259,14 @@ def optimizer_config(case: Case, distributed: bool) -> OptimizerConfig:
     """Megatron's optimizer config of ``case``."""
     return OptimizerConfig(
         optimizer=case.optimizer,
-        lr=1e-2,
+        lr=case.lr,
         weight_decay=0.1,
         clip_grad=case.clip_grad,
         use_distributed_optimizer=distributed,
+        overlap_param_gather=distributed and case.overlap_param_gather,
+        log_num_zeros_in_grad=case.log_num_zeros,
+        initial_loss_scale=case.initial_loss_scale,
+        hysteresis=1,  # one overflow lowers the loss scale
         bf16=case.precision == "bf16",
         fp16=case.precision == "fp16",
         params_dtype={
@@ -262,6 +282,11 @@ def batch_of(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(case.seed * 7919 + step)
     size = (case.global_batch_size, case.shape.seq_length + 1)
     tokens = torch.randint(0, case.shape.vocab_size, size, generator=generator)
+    if case.learnable:  # each token is the one before times 3 plus 1, but for every fifth or so
+        kept = torch.rand(size, generator=generator) < 0.8
+        for i in range(1, size[1]):
+            following = (tokens[:, i - 1] * 3 + 1) % case.shape.vocab_size
+            tokens[:, i] = torch.where(kept[:, i], following, tokens[:, i])
     mask = (torch.rand(size[0], size[1] - 1, generator=generator) < 0.8).float()
     mask[:, 0] = 1.0
     return tokens, mask
@@ -275,14 +300,20 @@ def train(
     optimizer: Any,
     micro_batches: list[int],
     plan: Plan | None,
+    before_step: Callable[[int], None] | None = None,
+    after_step: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Train and report losses, first gradients, final parameters and a fingerprint."""
+    """Train and report losses, first gradients, gradient statistics and final parameters.
+
+    ``before_step`` and ``after_step`` are called with the number of the step.
+    """
     config.no_sync_func = chunk.no_sync
     config.grad_scale_func = optimizer.scale_loss
     forward_backward = get_forward_backward_func()
     sequence = case.shape.seq_length
     causal = torch.triu(torch.ones(1, 1, sequence, sequence, dtype=torch.bool), 1)
     report: dict[str, Any] = {"losses": [], "grad_norms": [], "initial": local(model)}
+    report |= {"zeros": [], "successes": [], "loss_scales": []}
 
     def loss_func(mask: torch.Tensor, output: torch.Tensor) -> Any:
         total = (output.float() * mask).sum()
@@ -299,8 +330,13 @@ def train(
         tokens, mask = batch_of(case, step)
         size = case.micro_batch_size
         data = iter(
-            [(tokens[i * size : (i + 1) * size], mask[i * size : (i + 1) * size]) for i in micro_batches]
+            [
+                (tokens[i * size : (i + 1) * size], mask[i * size : (i + 1) * size])
+                for i in micro_batches
+            ]
         )
+        if before_step is not None:
+            before_step(step)
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
         losses = forward_backward(
@@ -314,11 +350,18 @@ def train(
         )
         if step == 0 and not case.distributed_optimizer:
             report["grads"] = {n: p.main_grad.float().clone() for n, p in model.named_parameters()}
-        _, grad_norm, _ = optimizer.step()
-        report["grad_norms"].append(float(grad_norm))
+        success, grad_norm, zeros = optimizer.step()
+        report["grad_norms"].append(None if grad_norm is None else float(grad_norm))
+        report["successes"].append(success)
+        report["zeros"].append(zeros)
+        report["loss_scales"].append(float(optimizer.get_loss_scale()))
         report["losses"].append(
             (float(sum(x["sum"] for x in losses)), int(sum(x["tokens"] for x in losses)))
         )
+        if after_step is not None:
+            after_step(step)
+    if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+        chunk.start_param_sync(force_sync=True)
     report["final"] = local(model)
     return report
 

@@ -41,9 +41,7 @@ def test_gradient_sync_sends_the_shard_and_nothing_else(ranks: RankPool, seed: i
 
 
 @pytest.mark.parametrize("seed", range(4, 8))
-def test_distributed_optimizer_sends_the_shard_and_nothing_else(
-    ranks: RankPool, seed: int
-) -> None:
+def test_distributed_optimizer_sends_the_shard_and_nothing_else(ranks: RankPool, seed: int) -> None:
     """Reduce-scatter of gradients, all-gather of parameters, each within a padding unit."""
     case = replace(draw_case(seed), steps=1, distributed_optimizer=True)
     plan = case.plan()

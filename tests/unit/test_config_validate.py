@@ -132,7 +132,6 @@ def test_refused(override: str, said: str) -> None:
         ("strategy.pipeline_model_parallel_size=2", "pipeline parallelism"),
         ("strategy.context_parallel_size=2", "context parallelism"),
         ("strategy.expert_model_parallel_size=2", "expert parallelism"),
-        ("optim.use_distributed_optimizer=true", "use_distributed_optimizer"),
     ],
 )
 def test_unsupported_features_are_named(override: str, feature: str) -> None:
@@ -143,8 +142,3 @@ def test_unsupported_features_are_named(override: str, feature: str) -> None:
 def test_failed_ranks_need_the_plugin() -> None:
     with pytest.raises(UserError, match="needs uneven_tp=on"):
         checked(composed("uneven_tp=off", "uneven_tp.failed_ranks=[1]"))
-
-
-def test_the_distributed_optimizer_is_stock_business() -> None:
-    config = checked(composed("uneven_tp=off", "optim.use_distributed_optimizer=true"))
-    assert config["optim"]["use_distributed_optimizer"] is True
