@@ -296,7 +296,7 @@ def train(
     case: Case,
     config: TransformerConfig,
     model: GPTModel,
-    chunk: torch.nn.Module,
+    chunk: Any,
     optimizer: Any,
     micro_batches: list[int],
     plan: Plan | None,
