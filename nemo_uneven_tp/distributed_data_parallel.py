@@ -104,6 +104,14 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             chain_in_forward_order(groups)
         return groups
 
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, **later: Any) -> None:
+        """Gather parameters that the distributed optimizer has changed, as in the stock class."""
+        if get_state().plan.is_uniform:
+            super().start_param_sync(*unused, force_sync=force_sync, **later)
+            return
+        for group in self.bucket_groups:
+            group.start_param_sync(force_sync=force_sync)
+
     def broadcast_params(self) -> None:
         """Copy the parameters of the first replica to all others."""
         state = get_state()

@@ -75,6 +75,9 @@ class SegmentBucketGroup:
     Args:
         scale: factor put on this rank's gradients before they are summed: the replica's part
             of the global batch (1 with per-token loss).
+
+    Methods take and ignore what Megatron-Core 0.16 passes in addition (``force_all_reduce``,
+    for optimizers that are not sharded).
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class SegmentBucketGroup:
         self.is_last_microbatch = True
         self._started = False
 
-    def register_grad_ready(self, param: torch.nn.Parameter) -> None:
+    def register_grad_ready(self, param: torch.nn.Parameter, *later: Any) -> None:
         """Note that the gradient of ``param`` is complete; start when all of the bucket are."""
         if not self.is_last_microbatch:
             return
@@ -120,7 +123,7 @@ class SegmentBucketGroup:
         if len(self.params_with_grad) == len(self.params):
             self.start_grad_sync()
 
-    def start_grad_sync(self) -> None:
+    def start_grad_sync(self, **later: Any) -> None:
         """Pack and send; asynchronous when gradient reduction is overlapped."""
         if self._started:
             raise RuntimeError("gradient sync of a bucket was started twice in one step")
@@ -170,7 +173,7 @@ class SegmentBucketGroup:
     def _receive(self, ranks: Ranks, flat: torch.Tensor) -> None:
         unpack(flat, grad_views(self.bucket.pieces[ranks]))
 
-    def finish_grad_sync(self) -> None:
+    def finish_grad_sync(self, **later: Any) -> None:
         """Finish the bucket; with overlap off, do all of it here."""
         if not self._started:
             if self.overlap and not self.bucket.replicated:
@@ -198,7 +201,7 @@ class ReplicatedBucketGroup(SegmentBucketGroup):
         super().__init__(*args, **kwargs)
         self.partial = partial & self.params
 
-    def register_grad_ready(self, param: torch.nn.Parameter) -> None:
+    def register_grad_ready(self, param: torch.nn.Parameter, *later: Any) -> None:
         """Nothing: the bucket is small and waits for the end."""
 
     def _send(self, ranks: Ranks, flat: torch.Tensor) -> dist.Work | None:

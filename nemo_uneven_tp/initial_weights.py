@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from nemo_uneven_tp.megatron_versions import GATED_FC1_STRIDE
 from nemo_uneven_tp.model_shape import Cut, Parameter, parameters
 from nemo_uneven_tp.parallel_state import UnevenState
 from nemo_uneven_tp.plan import Plan
@@ -67,9 +68,12 @@ class ReferenceInit:
         full = stock_to_canonical(full, self.cut, self.reference_degree)
         start, stop = (u * self.cut.per_unit for u in (self.units.start, self.units.stop))
         runs = full.unflatten(dim, (self.cut.runs, -1)).narrow(dim + 1, start, stop - start)
-        local = tensor.chunk(self.degree, dim)[self.tp_rank]
-        local.zero_()  # dummy vocabulary rows
-        local.narrow(dim, 0, self.cut.runs * (stop - start)).copy_(runs.flatten(dim, dim + 1))
+        tensor.zero_()  # dummy vocabulary rows
+        # Where the stock code looks: block tp_rank of each of `stride` parts, one after the other.
+        stride = _stride(self.cut)
+        local = tensor.unflatten(dim, (stride, self.degree, -1)).select(dim + 1, self.tp_rank)
+        mine = runs.flatten(dim, dim + 1).unflatten(dim, (stride, -1))
+        local.narrow(dim + 1, 0, mine.shape[dim + 1]).copy_(mine)
 
 
 def unwrap(init_method: InitMethod) -> InitMethod:
@@ -77,13 +81,17 @@ def unwrap(init_method: InitMethod) -> InitMethod:
     return init_method.original if isinstance(init_method, ReferenceInit) else init_method
 
 
+def _stride(cut: Cut) -> int:
+    return GATED_FC1_STRIDE if cut.runs == 2 else 1
+
+
 def stock_to_canonical(full: torch.Tensor, cut: Cut, degree: int) -> torch.Tensor:
     """A stock master at ``degree`` in canonical order ``[run 0 of all units; run 1; ...]``.
 
-    Stock Megatron cuts the master of a gated ``linear_fc1`` into ``degree`` equal chunks and
-    reads each as ``[gate; up]``, so the same master means another function at every degree.
+    They differ for a gated ``linear_fc1`` where Megatron cuts its master into ``degree`` equal
+    chunks and reads each as ``[gate; up]`` (see :data:`.megatron_versions.GATED_FC1_STRIDE`).
     """
-    if cut.runs == 1 or degree == 1:
+    if cut.runs == _stride(cut) or degree == 1:
         return full
     chunks = full.unflatten(cut.dim, (degree, cut.runs, -1))
     return chunks.transpose(cut.dim, cut.dim + 1).flatten(cut.dim, cut.dim + 2)
@@ -91,7 +99,7 @@ def stock_to_canonical(full: torch.Tensor, cut: Cut, degree: int) -> torch.Tenso
 
 def canonical_to_stock(full: torch.Tensor, cut: Cut, degree: int) -> torch.Tensor:
     """The inverse of :func:`stock_to_canonical`."""
-    if cut.runs == 1 or degree == 1:
+    if cut.runs == _stride(cut) or degree == 1:
         return full
     chunks = full.unflatten(cut.dim, (cut.runs, degree, -1))
     return chunks.transpose(cut.dim, cut.dim + 1).flatten(cut.dim, cut.dim + 2)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from nemo_uneven_tp.errors import UserError
 
-WORKING = "nemo_toolkit 2.7, megatron-core 0.15, torch 2.6 or newer, Python 3.11 or newer"
+WORKING = "nemo_toolkit 2.7, megatron-core 0.15 or 0.16, torch 2.6 or newer, Python 3.11 or newer"
 _REMEDY = (
     "without a GPU, install torch==2.13.0 and then nemo-uneven-tp[cpu] with constraints/cpu.txt; "
     "with GPUs, use a NeMo container with these versions"
@@ -20,7 +20,7 @@ _REMEDY = (
 # Distribution, module that shows it is there even without metadata, and what is accepted.
 _NEEDED: tuple[tuple[str, str, Callable[[tuple[int, ...]], bool]], ...] = (
     ("torch", "torch", lambda v: v >= (2, 6)),
-    ("megatron-core", "megatron.core", lambda v: v[:2] == (0, 15)),
+    ("megatron-core", "megatron.core", lambda v: v[:2] in ((0, 15), (0, 16))),
     ("nemo_toolkit", "nemo", lambda v: v[:2] == (2, 7)),
     ("nemo_run", "nemo_run", lambda v: True),
     ("lightning", "lightning", lambda v: True),

@@ -81,6 +81,7 @@ def _train(
         gc.freeze()
         gc.enable()
         pretrain.run(config, plan, run_dir, console)
+        _leave_together()
     except UserError as error:
         return USER_ERROR_EXIT_CODE, str(error)
     except Exception as error:
@@ -90,7 +91,21 @@ def _train(
     return 0, ""
 
 
+def _leave_together() -> None:
+    """Close the process groups when all ranks are done: a rank must not see a peer vanish."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m nemo_uneven_tp.worker RUN_DIR")
-    sys.exit(main(sys.argv[1]))
+    exit_code = main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is written. Taking the interpreter apart under the threads of torch.distributed can
+    # still end a finished run with an abort.
+    os._exit(exit_code)

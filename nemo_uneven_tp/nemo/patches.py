@@ -15,7 +15,7 @@ from megatron.core import optimizer as mcore_optimizer
 from nemo.collections.llm import api
 from nemo.lightning import _strategy_lib
 
-from nemo_uneven_tp.errors import UnevenTPError
+from nemo_uneven_tp.errors import UnevenTPError, UserError
 from nemo_uneven_tp.optimizer import get_uneven_optimizer
 
 
@@ -67,6 +67,37 @@ def allow_unequal_micro_batches() -> None:
 
     validate._uneven_tp = True  # type: ignore[attr-defined]
     api._validate_config = validate  # noqa: SLF001
+
+
+def let_nemo_call_newer_megatron() -> None:
+    """Let NeMo 2.7 build an optimizer with Megatron-Core 0.16, stock runs included.
+
+    NeMo passes arguments that 0.16 has removed; they are dropped where they say nothing.
+    """
+    stock = mcore_optimizer.get_megatron_optimizer
+    removed = {"no_weight_decay_cond": None, "scale_lr_cond": None, "lr_mult": 1.0}
+    if set(removed) <= set(inspect.signature(stock).parameters):
+        return
+
+    def accepting(config: Any, model_chunks: list[Any], **kwargs: Any) -> Any:
+        for name, default in removed.items():
+            if kwargs.pop(name, default) != default:
+                raise UserError(
+                    f"optim.{name} is set, but Megatron-Core 0.16 no longer takes it from NeMo 2.7; "
+                    "leave it out or use megatron-core 0.15"
+                )
+        return stock(config, model_chunks, **kwargs)
+
+    # The wrapper shows the removed names, so that a second call finds nothing to do.
+    setattr(accepting, "__signature__", _with_keywords(stock, removed))  # noqa: B010
+    mcore_optimizer.get_megatron_optimizer = accepting
+
+
+def _with_keywords(function: Any, names: dict[str, Any]) -> inspect.Signature:
+    signature = inspect.signature(function)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    extra = [inspect.Parameter(name, keyword, default=value) for name, value in names.items()]
+    return signature.replace(parameters=[*signature.parameters.values(), *extra])
 
 
 def _expect(function: Any, *texts: str) -> None:

@@ -26,6 +26,7 @@ from nemo.lightning.pytorch.optim import CosineAnnealingScheduler
 from nemo_uneven_tp import cpu_mode
 from nemo_uneven_tp.errors import UserError
 from nemo_uneven_tp.initial_weights import StockReferenceInit
+from nemo_uneven_tp.nemo import patches
 from nemo_uneven_tp.nemo.callbacks import RunReport
 from nemo_uneven_tp.nemo.logs import Console
 from nemo_uneven_tp.nemo.text_data import build_data_module
@@ -64,6 +65,7 @@ def run(config: dict[str, Any], plan: Plan, run_dir: Path, console: Console) -> 
         run_recipe(config, plan, run_dir, console)
         return
     on_cpu = cpu_mode.activate()
+    patches.let_nemo_call_newer_megatron()
     if on_cpu and config["trainer"]["accelerator"] == "gpu":
         raise UserError(
             "trainer.accelerator=gpu, but torch finds no GPU here; set trainer.accelerator=cpu or "

@@ -91,6 +91,7 @@ class UnevenMegatronStrategy(nl.MegatronStrategy):
         self._environment: ClusterEnvironment | None = None
         super().__init__(*args, **stock)
         patches.allow_unequal_micro_batches()
+        patches.let_nemo_call_newer_megatron()
 
     # --- who takes part -------------------------------------------------------------------
 
