@@ -1,9 +1,9 @@
 """What a plan means for each rank: shares, bytes held, bytes sent (pure arithmetic).
 
 Counted from the inventory of parameters, not measured. A rank hands its own shard's
-gradients to gradient sync, segment by segment, and the gradients of the replicated
-parameters; it holds its share of every parameter, the dummy vocabulary rows of its cell
-included.
+gradients to gradient sync, segment by segment. Replicated parameters meet over the first
+rank of each cell where replicas differ, and over every rank where all are alike. A rank
+holds its share of every parameter, the dummy vocabulary rows of its cell included.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def rank_reports(plan: Plan, precision: Precision) -> list[RankReport]:
                 counts[key] = (held, owned, replicated)
             held, owned, shared = counts[key]
             meets = plan.replicas > 1
+            shares_replicated = meets and (plan.is_uniform or tp_rank == 0)
             reports.append(
                 RankReport(
                     rank=rank,
@@ -81,7 +82,9 @@ def rank_reports(plan: Plan, precision: Precision) -> list[RankReport]:
                     shares={axis.value: (s.start, s.stop) for axis, s in shares.items()},
                     parameter_bytes=held * precision.parameter_bytes,
                     sent_sharded_bytes=owned * precision.gradient_bytes if meets else 0,
-                    sent_replicated_bytes=shared * precision.gradient_bytes if meets else 0,
+                    sent_replicated_bytes=(
+                        shared * precision.gradient_bytes if shares_replicated else 0
+                    ),
                 )
             )
     return reports

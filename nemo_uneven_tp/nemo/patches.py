@@ -83,8 +83,8 @@ def let_nemo_call_newer_megatron() -> None:
         for name, default in removed.items():
             if kwargs.pop(name, default) != default:
                 raise UserError(
-                    f"optim.{name} is set, but Megatron-Core 0.16 no longer takes it from NeMo 2.7; "
-                    "leave it out or use megatron-core 0.15"
+                    f"optim.{name} is set, but Megatron-Core 0.16 no longer takes it from NeMo "
+                    "2.7; leave it out or use megatron-core 0.15"
                 )
         return stock(config, model_chunks, **kwargs)
 
