@@ -1,0 +1,203 @@
+"""Plans: who goes on, who holds what, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_uneven_tp.errors import UnsupportedError, UserError
+from nemo_uneven_tp.model_shape import ModelShape, parameters
+from nemo_uneven_tp.plan import Plan
+from nemo_uneven_tp.planner import PlanRequest, make_plan
+from nemo_uneven_tp.shares import Axis
+
+LLAMA3_8B = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_query_groups=8,
+    kv_channels=128,
+    ffn_hidden_size=14336,
+    vocab_size=128256,
+    seq_length=8192,
+    gated_linear_unit=True,
+    add_bias_linear=False,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    share_embeddings_and_output_weights=False,
+)
+
+
+def request(**changes: Any) -> PlanRequest:
+    """TP4 x DP2 of Llama 3 8B."""
+    values: dict[str, Any] = {
+        "model": LLAMA3_8B,
+        "tensor_model_parallel_size": 4,
+        "world_size": 8,
+        "global_batch_size": 64,
+        "micro_batch_size": 1,
+    }
+    return PlanRequest(**{**values, **changes})
+
+
+def test_parameter_count_is_llama3_8bs() -> None:
+    """8,030,261,248: the number Meta's model card rounds to 8.03B."""
+    assert sum(p.elements() for p in parameters(LLAMA3_8B, 128256)) == 8_030_261_248
+
+
+def test_one_lost_rank() -> None:
+    plan = make_plan(request(failed_ranks=[5]))
+    assert plan.degrees == (4, 3)
+    assert plan.cells[1].nominal_ranks == (4, 6, 7)
+    assert plan.cells[1].ranks == (4, 5, 6)
+    assert plan.compact_rank(5) is None
+    assert [plan.nominal_rank(r) for r in range(7)] == [0, 1, 2, 3, 4, 6, 7]
+    assert plan.cells[1].shares[Axis.QUERY_GROUP] == (0, 3, 6, 8)
+    assert sum(plan.micro_batches) == 64
+    assert plan.micro_batches[0] > plan.micro_batches[1]
+    assert not plan.is_uniform
+
+
+def test_degrees_leave_out_the_last_ranks() -> None:
+    by_degree = make_plan(request(degrees=[4, 3]))
+    assert by_degree == make_plan(request(failed_ranks=[7]))
+
+
+def test_nothing_failed_is_uniform() -> None:
+    plan = make_plan(request())
+    assert plan.is_uniform
+    assert plan.micro_batches == (32, 32)
+    assert [group.ranks for group in plan.sync_groups] == [(i, i + 4) for i in range(4)]
+
+
+def test_a_dropped_replica() -> None:
+    plan = make_plan(request(failed_ranks=[0, 1, 2, 3], allow_dropped_replicas=True))
+    assert plan.dropped_replicas == (0,)
+    assert plan.micro_batches == (64,)
+    assert plan.cells[0].nominal_ranks == (4, 5, 6, 7)
+
+
+def test_reference_degree() -> None:
+    odd = replace(LLAMA3_8B, num_query_groups=7, num_attention_heads=28, vocab_size=100)
+    assert make_plan(request()).reference_tensor_parallel_size == 4
+    assert make_plan(request(model=odd)).reference_tensor_parallel_size == 1
+    padded = replace(LLAMA3_8B, vocab_size=100)
+    assert make_plan(request(model=padded)).vocab_size == 512
+    assert make_plan(request(model=padded, reference_tensor_parallel_size=1)).vocab_size == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"failed_ranks": [8]}, "ranks of this job are 0 to 7"),
+        ({"failed_ranks": [-1]}, "-1 is not a nominal rank"),
+        ({"failed_ranks": [True]}, "True is not a nominal rank"),
+        ({"failed_ranks": [3, 3]}, "rank 3 more than once"),
+        ({"failed_ranks": [4, 5, 6, 7]}, "allow_dropped_replicas=true"),
+        ({"failed_ranks": list(range(8)), "allow_dropped_replicas": True}, "no rank"),
+        ({"failed_ranks": [1], "degrees": [4, 3]}, "both set"),
+        ({"degrees": [4]}, "1 degrees for 2 replicas"),
+        ({"degrees": [4, 0]}, "0 is not an integer from 1 to"),
+        ({"degrees": [4, 5]}, "5 is not an integer from 1 to"),
+        ({"degrees": [4, 2.5]}, "2.5 is not an integer"),
+        ({"world_size": 6}, "is not a multiple of"),
+        ({"tensor_model_parallel_size": 0}, "at least 1"),
+        ({"micro_batch_size": 3}, "not a multiple of data.micro_batch_size=3"),
+        ({"global_batch_size": 1}, "too few for 2 replicas"),
+        ({"global_batch_size": 0}, "data.global_batch_size=0"),
+        ({"model": replace(LLAMA3_8B, num_query_groups=5)}, "multiple of"),
+        ({"model": replace(LLAMA3_8B, num_query_groups=2)}, "at least one query group"),
+        ({"model": replace(LLAMA3_8B, ffn_hidden_size=3)}, "ffn_hidden_size=3"),
+        ({"model": replace(LLAMA3_8B, hidden_size=0)}, "model.hidden_size=0"),
+        ({"reference_tensor_parallel_size": 3}, "1 always works"),
+        ({"reference_tensor_parallel_size": 0}, "at least 1"),
+        ({"degrees": [4, 3], "sequence_parallel": True}, "sequence_parallel=false"),
+    ],
+)
+def test_bad_requests_are_one_sentence(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        make_plan(request(**changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}]
+)
+def test_what_is_not_supported_yet_says_so(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="not supported with uneven_tp yet"):
+        make_plan(request(**changes))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Plans of random shapes, degrees and batches."""
+    degrees = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    groups = draw(st.integers(max(degrees), 12))
+    model = replace(
+        LLAMA3_8B,
+        num_layers=1,
+        hidden_size=draw(st.integers(1, 40)),
+        num_query_groups=groups,
+        num_attention_heads=groups * draw(st.integers(1, 3)),
+        ffn_hidden_size=draw(st.integers(max(degrees), 60)),
+        vocab_size=draw(st.integers(1, 200)),
+        make_vocab_size_divisible_by=draw(st.integers(1, 16)),
+    )
+    micro = draw(st.integers(1, 3))
+    return make_plan(
+        PlanRequest(
+            model=model,
+            tensor_model_parallel_size=max(degrees),
+            world_size=max(degrees) * len(degrees),
+            global_batch_size=micro * draw(st.integers(len(degrees), 30)),
+            micro_batch_size=micro,
+            degrees=degrees,
+        )
+    )
+
+
+@given(plans())
+def test_plans_travel_as_json(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.digest == plan.digest
+
+
+@given(plans())
+def test_sync_groups_hold_every_unit_once_per_replica(plan: Plan) -> None:
+    for axis in Axis:
+        covered = [
+            unit
+            for group in plan.sync_groups
+            for segment in group.segments
+            if segment.axis is axis
+            for unit in range(segment.start, segment.stop)
+        ]
+        assert sorted(covered) == list(range(plan.units(axis)))
+    for group in plan.sync_groups:
+        replicas = [plan.location(rank)[0].replica for rank in group.ranks]
+        assert replicas == list(range(plan.replicas))
+        for segment in group.segments:
+            for rank in group.ranks:
+                cell, tp_rank = plan.location(rank)
+                share = cell.share(segment.axis, tp_rank)
+                assert share.start <= segment.start
+                assert segment.stop <= share.stop
+
+
+@given(plans())
+def test_no_more_sync_groups_than_boundaries(plan: Plan) -> None:
+    boundaries = {
+        (axis, point) for cell in plan.cells for axis in Axis for point in cell.shares[axis][1:]
+    }
+    assert len(plan.sync_groups) <= len(boundaries) + min(plan.degrees)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 1}', '{"format": 99}', "nonsense"])
+def test_damaged_plans_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"plan\.json"):
+        Plan.from_json(text)
