@@ -19,6 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
 
+from nemo_uneven_tp.checkpoint.optimizer_state import load_state, sharded_state
 from nemo_uneven_tp.errors import UnsupportedError
 from nemo_uneven_tp.sharded_sync import OptimizerShard, ShardedBucketGroup
 
@@ -71,6 +72,8 @@ class UnevenDistributedOptimizer(MixedPrecisionOptimizer):
         self.shards: list[OptimizerShard] = [
             shard for group in bucket_groups for shard in group.shards.values()
         ]
+        self.mains: list[list[torch.Tensor]] = []
+        """The inner optimizer's parameters: per shard, one for each of its parts."""
         self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._put_shards_into_groups()
         self._copy_model_params_to_main_params()
@@ -83,8 +86,10 @@ class UnevenDistributedOptimizer(MixedPrecisionOptimizer):
             shard.main = torch.zeros(
                 shard.stop - shard.start, dtype=torch.float32, device=shard.grad.device
             )
+            self.mains.append([])
             for param, _, in_shard, _ in shard.parts():
                 main = shard.main[in_shard]
+                self.mains[-1].append(main)
                 # Over the world, every element counts once.
                 setattr(main, "tensor_model_parallel", True)  # noqa: B010
                 self._grads.append((main, shard.grad[in_shard]))
@@ -128,28 +133,33 @@ class UnevenDistributedOptimizer(MixedPrecisionOptimizer):
             state["grad_scaler"] = self.grad_scaler.state_dict()
         return state
 
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: dict[str, Any],
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """State for a checkpoint that any layout can read (:mod:`.checkpoint.optimizer_state`)."""
+        return sharded_state(self, model_sharded_state_dict, metadata)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load :meth:`state_dict` of the same rank and plan."""
+        """Load what :meth:`state_dict` or :meth:`sharded_state_dict` gave."""
+        if "param_state" in state_dict:
+            load_state(self, state_dict)
+        else:
+            self._load_own_state(state_dict)
+        for group in self.bucket_groups:
+            group.params_changed()
+            group.start_param_sync(force_sync=True)
+
+    def _load_own_state(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict["optimizer"])
         for shard, main in zip(self.shards, state_dict["main"], strict=True):
             assert shard.main is not None
             shard.main.copy_(main)
         if self.grad_scaler and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-        for group in self.bucket_groups:
-            group.params_changed()
-            group.start_param_sync(force_sync=True)
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Not yet: checkpoints of the sharded state.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "checkpoints of optim.use_distributed_optimizer=true are not supported by uneven tensor "
-            "parallelism yet; turn checkpoints off or set optim.use_distributed_optimizer=false"
-        )
 
 
 def refuse_unsupported(config: OptimizerConfig) -> None:

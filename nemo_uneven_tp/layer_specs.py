@@ -19,6 +19,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_uneven_tp.checkpoint.segments import save_by_segments
 from nemo_uneven_tp.errors import UnsupportedError
 from nemo_uneven_tp.initial_weights import InitMethod, ReferenceInit, unwrap
 from nemo_uneven_tp.model_shape import Parameter, parameters
@@ -148,6 +149,7 @@ def build_gpt_model(config: TransformerConfig, spec: ModuleSpec, **kwargs: Any) 
         **kwargs,
     )
     mask_dummy_vocab(model)
+    save_by_segments(model)
     return model
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
+from nemo_uneven_tp.checkpoint import stock_fixes
 from nemo_uneven_tp.distributed_optimizer import build_distributed_optimizer, refuse_unsupported
 from nemo_uneven_tp.model_shape import parameters
 from nemo_uneven_tp.parallel_state import get_state
@@ -31,6 +32,7 @@ def get_uneven_optimizer(
     """Like ``get_megatron_optimizer`` (same arguments), for chunks wrapped in our DDP."""
     state = get_state()
     if state.plan.is_uniform:
+        stock_fixes.apply()
         return _without_dummy_zeros(build(config, model_chunks, **kwargs), state.plan)
     if config.use_distributed_optimizer:
         return build_distributed_optimizer(config, model_chunks, build, **kwargs)

@@ -51,6 +51,7 @@ class Case:
     micro_batch_size: int
     steps: int = 3
     per_token: bool = False
+    sequence_parallel: bool = False
     overlap: bool = False
     bucket_size: int | None = None
     precision: str = "fp32"
@@ -79,6 +80,7 @@ class Case:
                 micro_batch_size=self.micro_batch_size,
                 degrees=self.degrees,
                 reference_tensor_parallel_size=self.reference,
+                sequence_parallel=self.sequence_parallel,
             )
         )
 
@@ -120,7 +122,11 @@ def draw_case(seed: int, max_world: int = 8, **fixed: Any) -> Case:
         overlap=rng.random() < 0.5,
         bucket_size=rng.choice([None, 1, 500, 3000]),
     )
-    return replace(case, **fixed)
+    case = replace(case, **fixed)
+    if rng.random() < 0.3:
+        # 12 is a multiple of every degree drawn.
+        case = replace(case, sequence_parallel=True, shape=replace(case.shape, seq_length=12))
+    return case
 
 
 def transformer_config(case: Case, degree: int) -> TransformerConfig:
@@ -163,26 +169,34 @@ def run_stock(case: Case, degree: int = 1, distributed: bool = False) -> dict[st
     cpu_mode.activate()
     mpu.initialize_model_parallel(tensor_model_parallel_size=degree)
     try:
-        config = transformer_config(case, degree)
-        seed_everything(case.seed)
-        model = GPTModel(
-            config,
-            get_gpt_layer_local_spec(
-                qk_layernorm=case.shape.qk_layernorm, normalization=case.shape.normalization
-            ),
-            vocab_size=case.shape.padded_vocab_size(degree),
-            **gpt_options(case),
-        )
-        config.finalize_model_grads_func = stock_finalize
-        chunk = DistributedDataParallel(config, ddp_config(case, distributed), wrap(config, model))
-        optimizer = get_megatron_optimizer(optimizer_config(case, distributed), [chunk])
+        built = build_stock(case, degree, distributed)
         replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         micro_batches = list(
             range(replica, case.global_batch_size // case.micro_batch_size, replicas)
         )
-        return train(case, config, model, chunk, optimizer, micro_batches, None)
+        return train(case, *built, micro_batches, None)
     finally:
         mpu.destroy_model_parallel()
+
+
+def build_stock(
+    case: Case, degree: int, distributed: bool
+) -> tuple[TransformerConfig, GPTModel, Any, Any]:
+    """Stock Megatron's config, model, wrapped model and optimizer of this rank."""
+    config = transformer_config(case, degree)
+    seed_everything(case.seed)
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(
+            qk_layernorm=case.shape.qk_layernorm, normalization=case.shape.normalization
+        ),
+        vocab_size=case.shape.padded_vocab_size(degree),
+        **gpt_options(case),
+    )
+    config.finalize_model_grads_func = stock_finalize
+    chunk = DistributedDataParallel(config, ddp_config(case, distributed), wrap(config, model))
+    optimizer = get_megatron_optimizer(optimizer_config(case, distributed), [chunk])
+    return config, model, chunk, optimizer
 
 
 def run_uneven(case: Case) -> dict[str, Any]:
@@ -302,6 +316,7 @@ def train(
     plan: Plan | None,
     before_step: Callable[[int], None] | None = None,
     after_step: Callable[[int], None] | None = None,
+    first_step: int = 0,
 ) -> dict[str, Any]:
     """Train and report losses, first gradients, gradient statistics and final parameters.
 
@@ -326,7 +341,7 @@ def train(
         output = module(tokens[:, :-1], positions, causal, labels=tokens[:, 1:])
         return output, partial(loss_func, mask)
 
-    for step in range(case.steps):
+    for step in range(first_step, case.steps):
         tokens, mask = batch_of(case, step)
         size = case.micro_batch_size
         data = iter(

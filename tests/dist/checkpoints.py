@@ -1,0 +1,184 @@
+"""What the ranks of the checkpoint tests do: train, save, load in another layout, train on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from nemo_uneven_tp import cpu_mode
+from nemo_uneven_tp.batch import assign_micro_batches
+from nemo_uneven_tp.checkpoint import stock_fixes
+from nemo_uneven_tp.parallel_state import (
+    destroy_uneven_model_parallel,
+    get_state,
+    initialize_uneven_model_parallel,
+)
+from nemo_uneven_tp.plan import Plan
+from tests.dist.parity import Case, build_stock, build_uneven, local, train
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to run a case: stock at one degree, or uneven."""
+
+    degrees: tuple[int, ...]
+    stock: bool = False
+    distributed: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return sum(self.degrees)
+
+    def __str__(self) -> str:
+        name = "stock" if self.stock else "uneven"
+        return f"{name}{list(self.degrees)}{'dist' if self.distributed else ''}".replace(" ", "")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Steps ``[first, last)`` of a job, with what is read and written.
+
+    ``copy`` is written right after reading ``load``: what was read, in this layout. ``save``
+    is written before step ``save_at``.
+    """
+
+    first: int
+    last: int
+    load: str | None = None
+    copy: str | None = None
+    save: str | None = None
+    save_at: int = 0
+    parallel: bool = True
+
+
+def run_part(case: Case, layout: Layout, part: Part) -> dict[str, Any]:
+    """Train ``part`` of the job in ``layout``, as one of its ranks."""
+    cpu_mode.activate()
+    case = replace(
+        case, degrees=layout.degrees, distributed_optimizer=layout.distributed, steps=part.last
+    )
+    with _built(case, layout) as (built, micro_batches, plan):
+        _, model, _, optimizer = built
+        if part.load:
+            load(part.load, case, model, optimizer, part.parallel and layout.stock)
+        if part.copy:
+            save(part.copy, case, model, optimizer, part.parallel)
+        saved: dict[str, torch.Tensor] = {}
+
+        def before_step(step: int) -> None:
+            if part.save and step == part.save_at:
+                save(part.save, case, model, optimizer, part.parallel)
+                saved.update(local(model))
+
+        first = part.first
+        report = train(case, *built, micro_batches, plan, before_step, first_step=first)
+        return {**report, "saved": saved}
+
+
+@contextmanager
+def _built(
+    case: Case, layout: Layout
+) -> Iterator[tuple[tuple[Any, Any, Any, Any], list[int], Plan | None]]:
+    if layout.stock:
+        stock_fixes.apply()
+        (degree,) = set(layout.degrees)
+        mpu.initialize_model_parallel(tensor_model_parallel_size=degree)
+        try:
+            replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+            count = case.global_batch_size // case.micro_batch_size
+            yield (
+                build_stock(case, degree, layout.distributed),
+                list(range(replica, count, replicas)),
+                None,
+            )
+        finally:
+            mpu.destroy_model_parallel()
+        return
+    plan = case.plan()
+    initialize_uneven_model_parallel(plan)
+    try:
+        mine = list(assign_micro_batches(plan.micro_batches)[get_state().cell.replica])
+        yield build_uneven(case), mine, plan
+    finally:
+        destroy_uneven_model_parallel()
+
+
+def _metadata(case: Case) -> dict[str, Any]:
+    """The content metadata NeMo writes."""
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if case.distributed_optimizer:
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return metadata
+
+
+def _sharded(
+    case: Case, model: Any, optimizer: Any, is_loading: bool, metadata: dict[str, Any]
+) -> dict[str, Any]:
+    state = {"state_dict": model.sharded_state_dict(metadata=metadata)}
+    described = {k: v for k, v in state["state_dict"].items() if not k.endswith("_extra_state")}
+    state["optimizer"] = [
+        optimizer.sharded_state_dict(described, is_loading=is_loading, metadata=metadata)
+    ]
+    return state
+
+
+def save(folder: str, case: Case, model: Any, optimizer: Any, parallel: bool) -> None:
+    """Write a checkpoint as NeMo does."""
+    _allow_writers()
+    metadata = _metadata(case)
+    strategy: Any = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    if parallel:
+        strategy = FullyParallelSaveStrategyWrapper(strategy)
+    dist_checkpointing.save(
+        _sharded(case, model, optimizer, False, metadata),
+        folder,
+        sharded_strategy=strategy,
+        content_metadata=metadata,
+    )
+
+
+def _allow_writers() -> None:
+    """Let a process of the pool, a daemon, fork writers, without a server process for results."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    filesystem_async._results_queue = queue.Queue()
+
+
+def load(folder: str, case: Case, model: Any, optimizer: Any, parallel: bool) -> None:
+    """Read a checkpoint as NeMo does."""
+    metadata = dist_checkpointing.load_content_metadata(folder)
+    strategy = get_default_load_sharded_strategy(folder)
+    if parallel:
+        strategy = FullyParallelLoadStrategyWrapper(
+            strategy, mpu.get_data_parallel_group(with_context_parallel=True)
+        )
+    loaded = dist_checkpointing.load(
+        _sharded(case, model, optimizer, True, metadata), folder, sharded_strategy=strategy
+    )
+    model.load_state_dict(
+        {k: v for k, v in loaded["state_dict"].items() if isinstance(v, torch.Tensor)}
+    )
+    optimizer.load_state_dict(loaded["optimizer"][0])
+
+
+def plain(folder: str) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, as stock Megatron reads it."""
+    cpu_mode.activate()
+    loaded = dist_checkpointing.load_plain_tensors(folder)
+    return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
