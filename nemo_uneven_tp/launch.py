@@ -56,8 +56,14 @@ def check_devices(accelerator: str, plan: Plan) -> None:
         )
 
 
-def launch(run_dir: Path, processes: int, accelerator: str, threads_per_rank: int) -> None:
-    """Run the workers of ``run_dir`` to their end.
+def launch(
+    run_dir: Path,
+    processes: int,
+    accelerator: str,
+    threads_per_rank: int,
+    module: str | None = None,
+) -> None:
+    """Run ``python -m MODULE RUN_DIR`` (default: our workers) in every process, to their end.
 
     Raises:
         UserError: if a worker found bad input.
@@ -82,7 +88,7 @@ def launch(run_dir: Path, processes: int, accelerator: str, threads_per_rank: in
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=messages),
         )
-        command = ("-u", "-m", WORKER_MODULE, str(run_dir))
+        command = ("-u", "-m", module or WORKER_MODULE, str(run_dir))
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:

@@ -22,6 +22,8 @@ usage: {PROGRAM} COMMAND [--config-name NAME] [KEY=VALUE ...]
 commands
   pretrain   train; starts its own processes unless torchrun or Slurm has started it
   plan       print who holds, sends and computes what, and start nothing (--json: as JSON)
+  bench      count what each rank sends and holds, and time it against stock and its peers
+             (--json; --counts-only)
   demo       train gpt_tiny_cpu twice, stock and with a lost rank, and compare the losses
 
 options
@@ -82,10 +84,14 @@ def _run(given: list[str]) -> int:
         from nemo_uneven_tp.cli.pretrain import pretrain
 
         return pretrain(rest)
+    if command == "bench":
+        from nemo_uneven_tp.cli.bench import bench
+
+        return bench(rest)
     if command == "demo":
         from nemo_uneven_tp.cli.demo import demo
 
         return demo(rest)
     raise UserError(
-        f"{command}: no such command; choose pretrain, plan or demo (--help tells more)"
+        f"{command}: no such command; choose pretrain, plan, bench or demo (--help tells more)"
     )

@@ -1,0 +1,1 @@
+"""Exact counts and paired times of a plan: bytes sent, memory held, step time against peers."""
