@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from nemo_uneven_tp import cpu_mode
 from nemo_uneven_tp.bench.model import Trainee
 from nemo_uneven_tp.bench.reshard_first import ReshardFirst
-from nemo_uneven_tp.bench.timed import alternate, paired_ratio
+from nemo_uneven_tp.bench.timed import alternate, paired_ratio, quartiles
 from nemo_uneven_tp.parallel_state import (
     UnevenState,
     destroy_uneven_model_parallel,
@@ -55,7 +55,7 @@ def main(folder: str) -> int:
     _join(folder, "living", rank, plan.world_size)
     counted = count(task["config"], plan)
     if undamaged is not None:
-        times |= compare_sync(task["config"], plan, task["pairs"])
+        times |= compare_sync(task["config"], plan, task["rounds"])
     (Path(folder) / f"rank-{rank}.json").write_text(json.dumps({"counts": counted, "times": times}))
     dist.barrier()
     dist.destroy_process_group()
@@ -86,6 +86,7 @@ def compare_with_stock(config: dict[str, Any], plan: Plan, pairs: int) -> dict[s
     return {
         "noop_step_time_ratio": paired_ratio(seconds["uneven_tp"], seconds["stock"]),
         "noop_pairs": pairs,
+        "noop_step_time_ratio_quartiles": quartiles(seconds["uneven_tp"], seconds["stock"]),
         "step_time_s": {name: median(times) for name, times in seconds.items()},
     }
 

@@ -29,7 +29,8 @@ from nemo_uneven_tp.errors import UserError
 from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.planner import make_plan
 
-NOOP_PAIRS = 15
+NOOP_PAIRS = 61
+SYNC_ROUNDS = 15
 MAX_PROCESSES = 16
 MAX_STEP_FLOPS = 2e11
 """What two CPU cores do in a few seconds."""
@@ -106,11 +107,13 @@ def why_too_big(config: dict[str, Any], plan: Plan) -> str | None:
 
 
 def undamaged_plan(config: dict[str, Any]) -> Plan:
-    """The plan of the same job with nothing failed and as many micro-batches in each replica."""
+    """The plan of the same job with nothing failed, one micro-batch in each replica.
+
+    One, because what could cost time happens once a step: with more it would weigh less.
+    """
     request = replace(plan_request(config), failed_ranks=(), degrees=None)
     replicas = request.world_size // request.tensor_model_parallel_size
-    per_replica = max(1, request.global_batch_size // request.micro_batch_size // replicas)
-    whole = per_replica * replicas * request.micro_batch_size
+    whole = replicas * request.micro_batch_size
     # The stock vocabulary, as the stock model it is compared with has it.
     return make_plan(replace(request, global_batch_size=whole, reference_tensor_parallel_size=None))
 
@@ -121,7 +124,8 @@ def _measure(
     from nemo_uneven_tp.launch import launch
 
     undamaged = None if counts_only else undamaged_plan(config).to_dict()
-    task = {"config": config, "plan": plan.to_dict(), "undamaged": undamaged, "pairs": NOOP_PAIRS}
+    task: dict[str, Any] = {"config": config, "plan": plan.to_dict(), "undamaged": undamaged}
+    task |= {"pairs": NOOP_PAIRS, "rounds": SYNC_ROUNDS}
     folder = Path(tempfile.mkdtemp(prefix="uneven-tp-bench-"))
     (folder / "task.json").write_text(json.dumps(task))
     sys.stderr.write(f"Starting {plan.nominal_world_size} processes on this machine ...\n")

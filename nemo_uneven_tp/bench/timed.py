@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from statistics import median
+from statistics import median, quantiles
 
 import torch.distributed as dist
 
@@ -31,3 +31,10 @@ def alternate(contestants: Mapping[str, Callable[[], None]], rounds: int) -> dic
 def paired_ratio(first: list[float], second: list[float]) -> float:
     """Median over rounds of the ratio ``first / second`` within a round."""
     return median(a / b for a, b in zip(first, second, strict=True))
+
+
+def quartiles(first: list[float], second: list[float]) -> list[float]:
+    """First and third quartile of the same ratios: how far to trust their median."""
+    ratios = [a / b for a, b in zip(first, second, strict=True)]
+    lower, _, upper = quantiles(ratios, n=4)
+    return [lower, upper]

@@ -12,8 +12,8 @@ _OWN_OPTIONS = ("--json", "--counts-only")
 
 def bench(arguments: Sequence[str]) -> int:
     """Run the subcommand; ``--json`` and ``--counts-only`` may stand anywhere."""
-    from nemo_uneven_tp.cli.bench_report import report_text
     from nemo_uneven_tp.bench.run import bench as run
+    from nemo_uneven_tp.cli.bench_report import report_text
     from nemo_uneven_tp.config.compose import compose
     from nemo_uneven_tp.config.request import plan_of
     from nemo_uneven_tp.config.validate import checked

@@ -19,7 +19,8 @@ FLOPs: of the rank's share over those of the model divided by living ranks.
 bound of optimizer state: (fp32 main parameter + moments) of the shard / number of replicas.
 """
 TIMES_LEGEND = """\
-Times are medians of paired rounds that alternate in this run, on CPU over loopback.
+Times are medians of paired rounds that alternate in this run, on CPU over loopback; nothing
+failed / stock: whole steps of one micro-batch per replica.
 all-reduce: what a rank of the smallest degree sends, in one stock all-reduce.
 reshard-first: arXiv 2504.06095 section 3, with all-reduce; counts are of the busiest rank.
 """
@@ -93,7 +94,9 @@ def _ratios(report: dict[str, Any]) -> str:
     ]
     if report["noop_pairs"]:
         pairs = f"step time, nothing failed / stock ({report['noop_pairs']} pairs)"
-        rows.append((pairs, _number(report, "noop_step_time_ratio")))
+        low, high = report["noop_step_time_ratio_quartiles"]
+        value = f"{_number(report, 'noop_step_time_ratio')} (quartiles {low:.3f} to {high:.3f})"
+        rows.append((pairs, value))
     if "sync_time_s" in report:
         rows += [
             ("sync time, segments / all-reduce", _number(report, "sync_time_ratio_to_all_reduce")),

@@ -67,6 +67,12 @@ CONFIGS: dict[str, tuple[str, ...]] = {
         "model.gated_linear_unit=false",
         "model.add_bias_linear=true",
     ),
+    "sequence_parallel": (
+        UNEVEN,
+        "strategy.sequence_parallel=true",
+        "model.qk_layernorm=true",
+        "optim.use_distributed_optimizer=true",
+    ),
     "uniform": ("trainer.devices=4", "strategy.tensor_model_parallel_size=2"),
     "uniform_distributed": (
         "trainer.devices=6",
