@@ -27,8 +27,11 @@ RESULT_FILE = "result.json"
 _POLL_S = 0.1
 
 
-def refuse_used(run_dir: Path) -> None:
+def refuse_used(run_dir: Path, resume: bool = False) -> None:
     """Check that a run may be started in ``run_dir``; writes nothing.
+
+    Args:
+        resume: go on with the run that may be there.
 
     Raises:
         UserError: if it holds another run, is no folder, or can't be written to.
@@ -36,9 +39,10 @@ def refuse_used(run_dir: Path) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"run_dir={run_dir} is not a folder; choose another one")
     for name in (CONFIG_FILE, PLAN_FILE, METRICS_FILE, LOG_FILE, RESULT_FILE):
-        if (run_dir / name).exists():
+        if (run_dir / name).exists() and not resume:
             raise UserError(
-                f"run_dir={run_dir} holds another run ({name} is there); choose another one"
+                f"run_dir={run_dir} holds another run ({name} is there); choose another one, or "
+                "go on with it by resume.auto=true"
             )
     parent = run_dir
     while not parent.exists():
@@ -47,38 +51,59 @@ def refuse_used(run_dir: Path) -> None:
         raise UserError(f"run_dir={run_dir} can't be created: {parent} can't be written to")
 
 
-def create(run_dir: Path, config: Mapping[str, Any], plan: Plan) -> None:
+def create(run_dir: Path, config: Mapping[str, Any], plan: Plan, resume: bool = False) -> None:
     """Make ``run_dir`` with ``config.yaml`` and ``plan.json``.
 
-    ``plan.json`` appears whole and last, so a process that waits for it finds both.
+    Both appear whole, ``plan.json`` last, so a process that waits for it finds both.
+
+    Args:
+        resume: replace those of the run that may be there.
 
     Raises:
         UserError: if another run has been started there in the meantime, or it can't be made.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        with (run_dir / CONFIG_FILE).open("x", encoding="utf-8") as file:
-            file.write(OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+        if resume:
+            _write_whole(run_dir / CONFIG_FILE, as_yaml(config))
+        else:
+            with (run_dir / CONFIG_FILE).open("x", encoding="utf-8") as file:
+                file.write(as_yaml(config))
     except FileExistsError as error:
         raise UserError(f"run_dir={run_dir} holds another run; choose another one") from error
     except OSError as error:
         raise UserError(
             f"run_dir={run_dir} can't be created ({error.strerror}); choose another one"
         ) from error
-    unfinished = run_dir / f".{PLAN_FILE}.{os.getpid()}"
-    unfinished.write_text(plan.to_json(indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(run_dir / PLAN_FILE)
+    _write_whole(run_dir / PLAN_FILE, plan.to_json(indent=2) + "\n")
 
 
-def wait_for(run_dir: Path, plan: Plan, timeout_s: float) -> None:
+def as_yaml(config: Mapping[str, Any]) -> str:
+    """A configuration as ``config.yaml`` holds it."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+
+
+def wait_for(
+    run_dir: Path, plan: Plan, timeout_s: float, config: Mapping[str, Any] | None = None
+) -> None:
     """Wait until another process has created ``run_dir``, and compare its plan with ours.
+
+    Args:
+        config: if given, files of an earlier run may be there: wait until they are replaced by
+            those of this configuration.
 
     Raises:
         UnevenTPError: if the files don't appear in time.
         UserError: if the processes were given different configurations.
     """
     end = time.monotonic() + timeout_s
-    while not (run_dir / PLAN_FILE).exists():
+    while not (run_dir / PLAN_FILE).exists() or not _is_of(run_dir, plan, config):
         if time.monotonic() > end:
             raise UnevenTPError(f"run_dir={run_dir} was not created by rank 0 within {timeout_s} s")
         time.sleep(_POLL_S)
@@ -87,6 +112,13 @@ def wait_for(run_dir: Path, plan: Plan, timeout_s: float) -> None:
             f"run_dir={run_dir} holds another plan than this process made; start all processes "
             "with the same overrides and choose a new run_dir"
         )
+
+
+def _is_of(run_dir: Path, plan: Plan, config: Mapping[str, Any] | None) -> bool:
+    if config is None:
+        return True
+    text = (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
+    return text == as_yaml(config) and read(run_dir)[1].digest == plan.digest
 
 
 def read(run_dir: Path) -> tuple[dict[str, Any], Plan]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_uneven_tp import ranks
+from nemo_uneven_tp.checkpoint.files import complete_from
 from nemo_uneven_tp.config.validate import Config
 from nemo_uneven_tp.errors import UserError
 from nemo_uneven_tp.plan import Plan
@@ -62,6 +63,7 @@ def prepare(program: str, arguments: Sequence[str]) -> Run | None:
     else:
         plan = plan_of(config)
         _check_packages_and_text(config)
+    _check_resume(config)
     run_dir = Path(config["run_dir"]).expanduser().absolute()
     return Run(config=config, plan=plan, run_dir=run_dir)
 
@@ -76,12 +78,13 @@ def start(run: Run) -> int:
             f"trainer.num_nodes={nodes} needs a launcher on every node; start the same command "
             "with torchrun or srun, or set trainer.num_nodes=1"
         )
-    refuse_used(run.run_dir)
+    resume = goes_on(run.config)
+    refuse_used(run.run_dir, resume)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     from nemo_uneven_tp.launch import WorkerFailedError, check_devices, launch
 
     check_devices(accelerator, run.plan)
-    create(run.run_dir, run.config, run.plan)
+    create(run.run_dir, run.config, run.plan, resume)
     sys.stdout.write(_opening_line(run))
     sys.stdout.flush()
     threads = run.config["launcher"]["threads_per_rank"]
@@ -106,14 +109,27 @@ def _be_a_worker(run: Run) -> int:
     compact = run.plan.compact_rank(ranks.nominal_rank())
     if compact is None:
         return 0
+    resume = goes_on(run.config)
     if compact == 0:
-        refuse_used(run.run_dir)
-        create(run.run_dir, run.config, run.plan)
+        refuse_used(run.run_dir, resume)
+        create(run.run_dir, run.config, run.plan, resume)
     else:
-        wait_for(run.run_dir, run.plan, run.config["launcher"]["timeout_s"])
+        timeout_s = run.config["launcher"]["timeout_s"]
+        wait_for(run.run_dir, run.plan, timeout_s, run.config if resume else None)
     from nemo_uneven_tp.worker import main
 
     return int(main(str(run.run_dir)) or 0)
+
+
+def goes_on(config: Config) -> bool:
+    """Whether a run may go on in a ``run_dir`` that holds one (``resume.auto``)."""
+    return bool(config.get("resume", {}).get("auto", False))
+
+
+def _check_resume(config: Config) -> None:
+    place = config.get("resume", {}).get("from")
+    if place is not None:
+        complete_from(Path(place).expanduser().absolute())
 
 
 def _check_packages_and_text(config: Config) -> None:

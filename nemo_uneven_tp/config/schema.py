@@ -141,6 +141,26 @@ class UnevenTPConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """``checkpoint``: what a run saves, into ``run_dir/checkpoints``."""
+
+    every_n_steps: int | None = None  # None: nothing
+    keep: int | None = None  # None: all
+    async_save: bool = False
+
+
+@dataclass(init=False, repr=False, eq=False)
+class ResumeConfig:
+    """``resume``: which checkpoint a run starts from."""
+
+    auto: bool = False  # the newest complete one in run_dir, if there is one
+    fall_back: bool = False  # an older one, if it is damaged
+    # The key ``from``, which Python has no way to write as a field.
+    __annotations__["from"] = "str | None"
+    vars()["from"] = None
+
+
+@dataclass
 class LauncherConfig:
     """``launcher``: how local processes are started."""
 
@@ -179,6 +199,8 @@ class RunConfig:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     uneven_tp: UnevenTPConfig = field(default_factory=UnevenTPConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
 
 

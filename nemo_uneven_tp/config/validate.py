@@ -38,6 +38,8 @@ _MINIMUM = {
     "optim.clip_grad": 0,
     "strategy.bucket_size": 1,
     "uneven_tp.check_replicas_every": 0,
+    "checkpoint.every_n_steps": 1,
+    "checkpoint.keep": 1,
     "launcher.timeout_s": 1,
     "launcher.threads_per_rank": 1,
 }

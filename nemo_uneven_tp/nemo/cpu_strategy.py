@@ -6,8 +6,14 @@ import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from nemo import lightning as nl
 
+from nemo_uneven_tp.nemo.checkpoint import CheckedCheckpoints
 
-class CPUMegatronStrategy(nl.MegatronStrategy):
+
+class CheckedMegatronStrategy(CheckedCheckpoints, nl.MegatronStrategy):
+    """The stock strategy; checkpoints are compared with their checksums before they are used."""
+
+
+class CPUMegatronStrategy(CheckedMegatronStrategy):
     """The stock strategy, for :mod:`nemo_uneven_tp.cpu_mode`."""
 
     def setup_distributed(self) -> None:

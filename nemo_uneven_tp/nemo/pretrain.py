@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -24,10 +25,13 @@ from nemo.lightning import _strategy_lib
 from nemo.lightning.pytorch.optim import CosineAnnealingScheduler
 
 from nemo_uneven_tp import cpu_mode
+from nemo_uneven_tp.checkpoint import stock_fixes
+from nemo_uneven_tp.checkpoint.files import FOLDER, complete_from
 from nemo_uneven_tp.errors import UserError
 from nemo_uneven_tp.initial_weights import StockReferenceInit
 from nemo_uneven_tp.nemo import patches
 from nemo_uneven_tp.nemo.callbacks import RunReport
+from nemo_uneven_tp.nemo.checkpoint import Resume, RunCheckpoints, complete_in, read_on_cpu
 from nemo_uneven_tp.nemo.logs import Console
 from nemo_uneven_tp.nemo.text_data import build_data_module
 from nemo_uneven_tp.plan import Plan
@@ -80,11 +84,15 @@ def run(config: dict[str, Any], plan: Plan, run_dir: Path, console: Console) -> 
         global_batch_size=plan.global_batch_size,
         check_replicas_every=config["uneven_tp"]["check_replicas_every"],
     )
+    strategy = build_strategy(config, plan, on_cpu)
+    resume = build_resume(config, run_dir, strategy, console)
+    callbacks = [report, *build_checkpoints(config, plan, run_dir)]
     with seeded(config["seed"]):
         llm.pretrain(
             model=model,
             data=data,
-            trainer=build_trainer(config, plan, report, on_cpu),
+            trainer=build_trainer(config, strategy, callbacks, on_cpu),
+            resume=resume,
             log=RunLogger(explicit_log_dir=str(run_dir), use_datetime_version=False),
             optim=build_optimizer(config),
         )
@@ -128,7 +136,9 @@ def build_strategy(config: dict[str, Any], plan: Plan, on_cpu: bool) -> nl.Megat
     arguments: dict[str, Any] = {
         # Ours prints the steps; NeMo's, on rank 0 alone, enters a collective of the world.
         "replace_progress_bar": False,
-        "ckpt_async_save": False,
+        "ckpt_async_save": config["checkpoint"]["async_save"],
+        # The one format of the distributed optimizer that other layouts can read.
+        "ckpt_optim_fully_reshardable": True,
         **{name: value for name, value in strategy.items() if name in own},
         "ddp": ddp,
     }
@@ -148,23 +158,73 @@ def build_strategy(config: dict[str, Any], plan: Plan, on_cpu: bool) -> nl.Megat
         from nemo_uneven_tp.nemo.cpu_strategy import CPUMegatronStrategy
 
         return CPUMegatronStrategy(**arguments)
+    resume = config["resume"]
+    if resume["auto"] or resume["from"] is not None:
+        from nemo_uneven_tp.nemo.cpu_strategy import CheckedMegatronStrategy
+
+        return CheckedMegatronStrategy(**arguments)
     return nl.MegatronStrategy(**arguments)
 
 
+def build_checkpoints(config: dict[str, Any], plan: Plan, run_dir: Path) -> list[RunCheckpoints]:
+    """The callback that saves checkpoints, if ``checkpoint.every_n_steps`` is set."""
+    checkpoint = config["checkpoint"]
+    if checkpoint["every_n_steps"] is None:
+        return []
+    about = {
+        "run": config["name"],
+        "uneven_tp": config["uneven_tp"]["enabled"],
+        "degrees": list(plan.degrees),
+        "tensor_model_parallel_size": plan.tensor_model_parallel_size,
+        "plan": plan.digest,
+        "precision": str(config["trainer"]["precision"]),
+        "use_distributed_optimizer": config["optim"]["use_distributed_optimizer"],
+    }
+    folder = run_dir / FOLDER
+    return [RunCheckpoints(folder, checkpoint["every_n_steps"], checkpoint["keep"], about)]
+
+
+def build_resume(
+    config: dict[str, Any], run_dir: Path, strategy: Any, console: Console
+) -> Resume | None:
+    """What to start from by ``resume``, and the older ones behind it.
+
+    Raises:
+        UserError: if there is nothing complete to start from where ``resume.from`` says.
+    """
+    stock_fixes.apply()
+    read_on_cpu()
+    resume = config["resume"]
+    is_rank_0 = int(os.environ.get("RANK", "0")) == 0
+
+    def say(line: str) -> None:
+        if is_rank_0:
+            console.line(line)
+
+    found = complete_in(run_dir, say) if resume["auto"] else []
+    if not found and resume["from"] is not None:
+        found = complete_from(Path(resume["from"]).expanduser().absolute())
+    if not found:
+        return None
+    say(f"resuming from {found[0].path}")
+    strategy.resume_from, strategy.fall_back, strategy.say = found, resume["fall_back"], say
+    return Resume(found[0])
+
+
 def build_trainer(
-    config: dict[str, Any], plan: Plan, report: RunReport, on_cpu: bool
+    config: dict[str, Any], strategy: Any, callbacks: list[Any], on_cpu: bool
 ) -> nl.Trainer:
-    """NeMo's trainer without checkpoints, progress bars and loggers."""
+    """NeMo's trainer without progress bars and loggers."""
     settings = dict(config["trainer"])
     settings.pop("precision")
     settings["accelerator"] = "cpu" if on_cpu else "gpu"
     return nl.Trainer(
         **settings,
-        strategy=build_strategy(config, plan, on_cpu),
+        strategy=strategy,
         plugins=build_precision(config),
-        callbacks=[report],
+        callbacks=callbacks,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=config["checkpoint"]["every_n_steps"] is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
         limit_test_batches=0,

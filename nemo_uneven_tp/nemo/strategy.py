@@ -25,11 +25,14 @@ from nemo.utils import AppState
 from torch.distributed.constants import default_pg_timeout
 
 from nemo_uneven_tp import layer_specs
+from nemo_uneven_tp.checkpoint.optimizer_state import FORMAT, FORMAT_KEY
+from nemo_uneven_tp.checkpoint.segments import is_regular, save_by_segments
 from nemo_uneven_tp.distributed_data_parallel import UnevenDistributedDataParallel
 from nemo_uneven_tp.errors import UnsupportedError, UserError
 from nemo_uneven_tp.finalize_grads import finalize_model_grads
 from nemo_uneven_tp.initial_weights import broadcast_by_segment
 from nemo_uneven_tp.nemo import patches
+from nemo_uneven_tp.nemo.checkpoint import CheckedCheckpoints, read_on_cpu
 from nemo_uneven_tp.nemo.cluster_environment import UnevenClusterEnvironment
 from nemo_uneven_tp.nemo.data_sampler import UnevenDataSampler
 from nemo_uneven_tp.nemo.loss import UnevenTokenLossReduction
@@ -57,7 +60,7 @@ class NeMoUnevenDDP(DDP, UnevenDistributedDataParallel):
             return getattr(self.module, item)
 
 
-class UnevenMegatronStrategy(nl.MegatronStrategy):
+class UnevenMegatronStrategy(CheckedCheckpoints, nl.MegatronStrategy):
     """``MegatronStrategy`` whose replicas may run at their own tensor-parallel degree.
 
     Args:
@@ -91,6 +94,7 @@ class UnevenMegatronStrategy(nl.MegatronStrategy):
         self._environment: ClusterEnvironment | None = None
         super().__init__(*args, **stock)
         patches.allow_unequal_micro_batches()
+        read_on_cpu()
         patches.let_nemo_call_newer_megatron()
 
     # --- who takes part -------------------------------------------------------------------
@@ -164,7 +168,13 @@ class UnevenMegatronStrategy(nl.MegatronStrategy):
         plan = self.plan
         assert plan is not None
         module = self.lightning_module
-        layer_specs.mask_dummy_vocab(_gpt_model(module))
+        model = _gpt_model(module)
+        layer_specs.mask_dummy_vocab(model)
+        save_by_segments(model)
+        if not is_regular(plan):
+            # Stock parallel reading exchanges over data-parallel groups, which differ in size
+            # here; ranks read what they need themselves.
+            self.parallel_load = False
         if not plan.is_uniform:
             module._training_loss_reduction = UnevenTokenLossReduction()
             module._validation_loss_reduction = UnevenTokenLossReduction(validation_step=True)
@@ -176,6 +186,17 @@ class UnevenMegatronStrategy(nl.MegatronStrategy):
         """Build the optimizer over our gradient sync."""
         with patches.uneven_optimizer():
             super().setup_optimizers(trainer)
+
+    @property
+    def sharded_state_dict_metadata(self) -> dict[str, Any]:
+        """As stock, with the one optimizer format that other layouts can read."""
+        metadata = dict(super().sharded_state_dict_metadata)
+        if FORMAT_KEY in metadata:
+            metadata[FORMAT_KEY] = FORMAT
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = (
+                self.distrib_optim_fully_reshardable_mem_efficient
+            )
+        return metadata
 
     def teardown(self) -> None:
         """Forget the process groups too."""
