@@ -64,6 +64,10 @@ def _enter(plan: Plan) -> int | None:
 def _prepare_environment(config: dict[str, Any]) -> None:
     if config.get("trainer", {}).get("accelerator") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if "SLURM_NTASKS" in os.environ:
+        # Lightning refuses `srun --ntasks` alone; how many run on a node is in the config.
+        devices = config.get("trainer", {}).get("devices", os.environ["SLURM_NTASKS"])
+        os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(devices))
     # NeMo's only door to the time limit of collectives.
     timeout_s = str(config["launcher"]["timeout_s"])
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", timeout_s)

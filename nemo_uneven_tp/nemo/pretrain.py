@@ -192,9 +192,11 @@ def build_resume(
     Raises:
         UserError: if there is nothing complete to start from where ``resume.from`` says.
     """
-    stock_fixes.apply()
-    read_on_cpu()
     resume = config["resume"]
+    saves = config["checkpoint"]["every_n_steps"] is not None
+    if saves or resume["auto"] or resume["from"] is not None:
+        stock_fixes.apply()
+        read_on_cpu()
     is_rank_0 = int(os.environ.get("RANK", "0")) == 0
 
     def say(line: str) -> None:

@@ -111,7 +111,6 @@ def test_value_of() -> None:
         ("data.split=a", "data.split"),
         ("~model.num_layers", "model.num_layers has no value"),
         ("seed=${foo}", "can't be resolved"),
-        ("strategy.overlap_param_gather=true", "use_distributed_optimizer"),
     ],
 )
 def test_refused(override: str, said: str) -> None:
@@ -142,3 +141,10 @@ def test_unsupported_features_are_named(override: str, feature: str) -> None:
 def test_failed_ranks_need_the_plugin() -> None:
     with pytest.raises(UserError, match="needs uneven_tp=on"):
         checked(composed("uneven_tp=off", "uneven_tp.failed_ranks=[1]"))
+
+
+def test_overlapped_gathering_needs_the_distributed_optimizer() -> None:
+    overrides = ("strategy.overlap_param_gather=true", "optim.use_distributed_optimizer=false")
+    with pytest.raises(UserError, match="use_distributed_optimizer=true"):
+        checked(composed(*overrides))
+    checked(composed(overrides[0]))
