@@ -150,15 +150,15 @@ def test_stock_objects_are_nemos_own(tmp_path: Path) -> None:
 
 
 def test_stock_takes_the_reference_vocabulary(tmp_path: Path) -> None:
-    from nemo_uneven_tp.errors import UserError
+    from nemo_uneven_tp.initial_weights import StockReferenceInit
     from nemo_uneven_tp.nemo import pretrain
 
     options = ("model.reference_tensor_parallel_size=4", "model.make_vocab_size_divisible_by=100")
     run = prepared(tmp_path, *PLAIN, *options)
     assert pretrain.gpt_config(run.config, run.plan, on_cpu=True).vocab_size == 800
     gated = prepared(tmp_path, "model.ffn_hidden_size=344", *options)
-    with pytest.raises(UserError, match="gated_linear_unit=true"):
-        pretrain.gpt_config(gated.config, gated.plan, on_cpu=True)
+    config = pretrain.gpt_config(gated.config, gated.plan, on_cpu=True)
+    assert isinstance(config.init_method, StockReferenceInit)
 
 
 def test_seed_reaches_nemo(monkeypatch: pytest.MonkeyPatch) -> None:
