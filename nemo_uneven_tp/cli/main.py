@@ -24,6 +24,8 @@ commands
   plan       print who holds, sends and computes what, and start nothing (--json: as JSON)
   bench      count what each rank sends and holds, and time it against stock and its peers
              (--json; --counts-only)
+  checkpoint inspect|verify PATH
+             what checkpoints hold, and whether they are whole (--json)
   demo       train gpt_tiny_cpu twice, stock and with a lost rank, and compare the losses
 
 options
@@ -41,6 +43,9 @@ KEY=VALUE are Hydra overrides; keys are NeMo's and Megatron's own names. Often u
   strategy.tensor_model_parallel_size=4     the degree of the whole job
   data.global_batch_size=256  data.micro_batch_size=2  optim.lr=3e-4
   run_dir=runs/mine                         where metrics.jsonl, train.log, ... go
+  checkpoint.every_n_steps=100  checkpoint.keep=2  checkpoint.async_save=true
+  resume.auto=true                          go on in the same run_dir, in any layout
+  resume.from=PATH  resume.fall_back=true   start from a checkpoint, stock NeMo's too
 
 examples
   {PROGRAM} demo
@@ -88,10 +93,15 @@ def _run(given: list[str]) -> int:
         from nemo_uneven_tp.cli.bench import bench
 
         return bench(rest)
+    if command == "checkpoint":
+        from nemo_uneven_tp.cli.checkpoint import checkpoint
+
+        return checkpoint(rest)
     if command == "demo":
         from nemo_uneven_tp.cli.demo import demo
 
         return demo(rest)
     raise UserError(
-        f"{command}: no such command; choose pretrain, plan, bench or demo (--help tells more)"
+        f"{command}: no such command; choose pretrain, plan, checkpoint, bench or demo (--help "
+        "tells more)"
     )

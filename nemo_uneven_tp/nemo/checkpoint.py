@@ -7,6 +7,7 @@ checkpoint is used, and the way back to an older one.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class RunCheckpoints(ModelCheckpoint):
             dirpath=str(folder),
             filename="step_{step}",
             auto_insert_metric_name=False,
+            enable_version_counter=False,
             monitor="step",
             mode="max",
             save_top_k=-1 if keep is None else keep,
@@ -59,6 +61,14 @@ class RunCheckpoints(ModelCheckpoint):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """As Lightning's: NeMo's own moves the run's files away and adds logs of its own."""
         super(ModelCheckpoint, self).on_train_start(trainer, pl_module)
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        # A folder of that name is of a checkpoint that could not be used.
+        folder = ckpt_to_dir(filepath)
+        if trainer.is_global_zero and folder.is_dir():
+            self.set_checkpoint_unfinished_marker(filepath)
+            shutil.rmtree(folder)
+        super()._save_checkpoint(trainer, filepath)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the last step, unless it has been."""
@@ -92,10 +102,11 @@ class Resume(nl.AutoResume):
         return None if self.checkpoint is None else self.checkpoint.weights
 
     def setup(self, trainer: Any, model: Any = None) -> None:
-        """As stock; also for a trainer that saves no checkpoints."""
-        if trainer.checkpoint_callback is not None:
-            super().setup(trainer, model)
-        elif self.checkpoint is not None:
+        """Have the trainer start from it.
+
+        Stock also calls it the callback's newest checkpoint, which is then removed as outdated.
+        """
+        if self.checkpoint is not None:
             trainer.ckpt_path = self.checkpoint.weights
 
 
