@@ -14,32 +14,18 @@ from nemo_uneven_tp.bench.counts import (
     reshard_first_counts,
     summary,
 )
-from nemo_uneven_tp.model_shape import ModelShape, parameters
+from nemo_uneven_tp.model_shape import parameters
 from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.planner import PlanRequest, make_plan
+from tests.shapes import LLAMA3_70B
 
 BF16 = Settings(parameter_bytes=2, gradient_bytes=4, use_distributed_optimizer=True)
-LLAMA_70B = ModelShape(
-    num_layers=80,
-    hidden_size=8192,
-    num_attention_heads=64,
-    num_query_groups=8,
-    kv_channels=128,
-    ffn_hidden_size=28672,
-    vocab_size=128256,
-    seq_length=8192,
-    gated_linear_unit=True,
-    add_bias_linear=False,
-    normalization="RMSNorm",
-    position_embedding_type="rope",
-    share_embeddings_and_output_weights=False,
-)
 
 
 def llama(replicas: int, *failed: int) -> Plan:
     return make_plan(
         PlanRequest(
-            model=LLAMA_70B,
+            model=LLAMA3_70B,
             tensor_model_parallel_size=8,
             world_size=8 * replicas,
             global_batch_size=4 * replicas,
@@ -53,7 +39,7 @@ def random_plan(seed: int) -> Plan:
     rng = random.Random(seed)
     degrees = [rng.randint(1, 4) for _ in range(rng.randint(2, 5))]
     shape = replace(
-        LLAMA_70B,
+        LLAMA3_70B,
         num_layers=2,
         hidden_size=16,
         num_attention_heads=8,

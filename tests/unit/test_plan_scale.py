@@ -4,26 +4,10 @@ from __future__ import annotations
 
 import time
 
-from nemo_uneven_tp.model_shape import ModelShape
 from nemo_uneven_tp.parallel_state import group_ranks
 from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.planner import PlanRequest, make_plan
-
-LLAMA3_8B = ModelShape(
-    num_layers=32,
-    hidden_size=4096,
-    num_attention_heads=32,
-    num_query_groups=8,
-    kv_channels=128,
-    ffn_hidden_size=14336,
-    vocab_size=128256,
-    seq_length=8192,
-    gated_linear_unit=True,
-    add_bias_linear=False,
-    normalization="RMSNorm",
-    position_embedding_type="rope",
-    share_embeddings_and_output_weights=False,
-)
+from tests.shapes import LLAMA3_8B
 
 
 def plan_and_groups(replicas: int, degrees: tuple[int, ...]) -> tuple[Plan, int, float]:

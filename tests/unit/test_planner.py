@@ -10,26 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_uneven_tp.errors import UnsupportedError, UserError
-from nemo_uneven_tp.model_shape import ModelShape, parameters
+from nemo_uneven_tp.model_shape import parameters
 from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.planner import PlanRequest, make_plan
 from nemo_uneven_tp.shares import Axis
-
-LLAMA3_8B = ModelShape(
-    num_layers=32,
-    hidden_size=4096,
-    num_attention_heads=32,
-    num_query_groups=8,
-    kv_channels=128,
-    ffn_hidden_size=14336,
-    vocab_size=128256,
-    seq_length=8192,
-    gated_linear_unit=True,
-    add_bias_linear=False,
-    normalization="RMSNorm",
-    position_embedding_type="rope",
-    share_embeddings_and_output_weights=False,
-)
+from tests.shapes import LLAMA3_8B
 
 
 def request(**changes: Any) -> PlanRequest:
