@@ -19,6 +19,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType
 
 from nemo_uneven_tp import cpu_mode
 from nemo_uneven_tp.batch import assign_micro_batches
@@ -75,8 +77,9 @@ def run_part(case: Case, layout: Layout, part: Part) -> dict[str, Any]:
     )
     with _built(case, layout) as (built, micro_batches, plan):
         _, model, _, optimizer = built
+        read = {"read_bytes": 0, "needed_bytes": 0}
         if part.load:
-            load(part.load, case, model, optimizer, part.parallel and layout.stock)
+            read = load(part.load, case, model, optimizer, part.parallel and layout.stock)
         if part.copy:
             save(part.copy, case, model, optimizer, part.parallel)
         saved: dict[str, torch.Tensor] = {}
@@ -88,7 +91,7 @@ def run_part(case: Case, layout: Layout, part: Part) -> dict[str, Any]:
 
         first = part.first
         report = train(case, *built, micro_batches, plan, before_step, first_step=first)
-        return {**report, "saved": saved}
+        return {**report, "saved": saved, **read}
 
 
 @contextmanager
@@ -160,21 +163,61 @@ def _allow_writers() -> None:
     filesystem_async._results_queue = queue.Queue()
 
 
-def load(folder: str, case: Case, model: Any, optimizer: Any, parallel: bool) -> None:
-    """Read a checkpoint as NeMo does."""
+def load(folder: str, case: Case, model: Any, optimizer: Any, parallel: bool) -> dict[str, int]:
+    """Read a checkpoint as NeMo does; returns bytes of chunks read and of tensors wanted."""
     metadata = dist_checkpointing.load_content_metadata(folder)
     strategy = get_default_load_sharded_strategy(folder)
     if parallel:
         strategy = FullyParallelLoadStrategyWrapper(
             strategy, mpu.get_data_parallel_group(with_context_parallel=True)
         )
-    loaded = dist_checkpointing.load(
-        _sharded(case, model, optimizer, True, metadata), folder, sharded_strategy=strategy
-    )
+    wanted = _sharded(case, model, optimizer, True, metadata)
+    with _counting_reads() as counts:
+        loaded = dist_checkpointing.load(wanted, folder, sharded_strategy=strategy)
     model.load_state_dict(
         {k: v for k, v in loaded["state_dict"].items() if isinstance(v, torch.Tensor)}
     )
     optimizer.load_state_dict(loaded["optimizer"][0])
+    return counts
+
+
+@contextmanager
+def _counting_reads() -> Iterator[dict[str, int]]:
+    """Bytes of stored chunks that are opened, each once, and of their parts that are wanted."""
+    counts = {"read_bytes": 0, "needed_bytes": 0}
+    stock = FileSystemReader.read_data
+
+    def read_data(self: Any, plan: Any, planner: Any) -> Any:
+        chunks = {}
+        for item in plan.items:
+            if item.type == LoadItemType.TENSOR:
+                stored = planner.metadata.state_dict_metadata[item.storage_index.fqn]
+                size = stored.properties.dtype.itemsize
+                (chunk,) = [c for c in stored.chunks if c.offsets == item.storage_index.offset]
+                chunks[item.storage_index] = chunk.sizes.numel() * size
+                counts["needed_bytes"] += item.lengths.numel() * size
+        counts["read_bytes"] += sum(chunks.values())
+        return stock(self, plan, planner)
+
+    FileSystemReader.read_data = read_data  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        FileSystemReader.read_data = stock  # type: ignore[method-assign]
+
+
+def chunk_bytes(folder: str) -> dict[str, int]:
+    """Bytes of the stored chunks of each rank, by the prefix of its files."""
+    metadata = FileSystemReader(folder).read_metadata()
+    found: dict[str, int] = {}
+    for index, where in metadata.storage_data.items():
+        stored = metadata.state_dict_metadata[index.fqn]
+        if isinstance(stored, TensorStorageMetadata):
+            (chunk,) = [c for c in stored.chunks if c.offsets == index.offset]
+            rank = where.relative_path.split("_")[2]
+            found.setdefault(rank, 0)
+            found[rank] += chunk.sizes.numel() * stored.properties.dtype.itemsize
+    return found
 
 
 def plain(folder: str) -> dict[str, torch.Tensor]:

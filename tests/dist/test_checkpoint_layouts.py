@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemo_uneven_tp.model_shape import ModelShape
-from tests.dist.checkpoints import Layout, Part, plain, run_part
+from tests.dist.checkpoints import Layout, Part, chunk_bytes, plain, run_part
 from tests.dist.parity import Case, canonical, draw_case
 from tests.distributed import RankPool
 
@@ -183,3 +183,86 @@ def test_random_uneven_layouts_read_each_other(ranks: RankPool, tmp_path: Path, 
     distributed = seed % 2 == 1
     a = Layout(case.degrees, distributed=distributed)
     check(ranks, tmp_path, case, a, Layout(other, distributed=distributed))
+
+
+def test_vocabulary_padding_may_differ(ranks: RankPool, tmp_path: Path) -> None:
+    """Rows of the tokenizer are read; padding rows that were not stored are zero."""
+    small = llama_like(vocab_size=21, make_vocab_size_divisible_by=5)
+    case = Case(4, small, (2, 1), global_batch_size=3, micro_batch_size=1, lr=1e-3, reference=1)
+    wider = replace(case, reference=2)  # 25 rows, then 30
+    folders = {name: tmp_path / name for name in ("first", "wide", "back")}
+    for folder in folders.values():
+        folder.mkdir()
+    first, wide, back = (str(folder) for folder in folders.values())
+    for layout in (uneven(2, 1), uneven(2, 1, distributed=True)):
+        for now, part in (
+            (case, Part(0, 2, save=first, save_at=1)),
+            (wider, Part(1, 2, load=first, copy=wide)),
+            (case, Part(1, 2, load=wide, copy=back)),
+        ):
+            ranks.run(run_part, 3, case=now, layout=layout, part=part, timeout_s=TIMEOUT_S)
+        read = {name: ranks.run(plain, 1, folder=str(f))[0] for name, f in folders.items()}
+        assert_same_tensors(read["first"], read["back"])
+        for key, tensor in read["wide"].items():
+            if "word_embeddings" in key or "output_layer" in key:
+                assert tensor.shape[0] == 30
+                assert torch.equal(tensor[:25], read["first"][key])
+                assert not tensor[25:].any()
+
+
+def test_a_rank_may_own_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """Five vocabulary rows over four ranks leave the last one without any."""
+    case = Case(
+        seed=5,
+        shape=llama_like(vocab_size=5, make_vocab_size_divisible_by=1),
+        degrees=(4, 1),
+        global_batch_size=3,
+        micro_batch_size=1,
+        lr=1e-3,
+    )
+    check(ranks, tmp_path, case, uneven(4, 1), uneven(1, 3))
+    other = tmp_path / "distributed"
+    other.mkdir()
+    layouts = uneven(4, 1, distributed=True), uneven(3, 1, distributed=True)
+    check(ranks, other, case, *layouts)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_each_element_is_written_once_and_by_all(
+    ranks: RankPool, tmp_path: Path, distributed: bool
+) -> None:
+    """Without Megatron's own distribution of the work: bytes per rank, and their sum."""
+    shape = llama_like(hidden_size=64, kv_channels=16, ffn_hidden_size=96)
+    case = Case(6, shape, (3, 2), global_batch_size=3, micro_batch_size=1)
+    part = Part(0, 2, save=str(tmp_path), save_at=1, parallel=False)
+    ranks.run(
+        run_part,
+        5,
+        case=case,
+        layout=uneven(3, 2, distributed=distributed),
+        part=part,
+        timeout_s=TIMEOUT_S,
+    )
+    (stored,) = ranks.run(chunk_bytes, 1, folder=str(tmp_path))
+    (read,) = ranks.run(plain, 1, folder=str(tmp_path))
+    tensors = sum(t.numel() * t.element_size() for t in read.values())
+    assert sum(stored.values()) == tensors
+    assert len(stored) == 5
+    assert max(stored.values()) < 2 * tensors / 5
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_rank_reads_little_more_than_it_needs(
+    ranks: RankPool, tmp_path: Path, distributed: bool
+) -> None:
+    """Bytes read from the checkpoint against bytes of the rank's own state."""
+    shape = llama_like(hidden_size=64, kv_channels=16, ffn_hidden_size=96)
+    case = Case(6, shape, (3, 2), global_batch_size=3, micro_batch_size=1)
+    written, read = uneven(3, 2, distributed=distributed), uneven(2, 3, distributed=distributed)
+    first = Part(0, 2, save=str(tmp_path), save_at=1)
+    ranks.run(run_part, 5, case=case, layout=written, part=first, timeout_s=TIMEOUT_S)
+    again = Part(1, 2, load=str(tmp_path))
+    reports = ranks.run(run_part, 5, case=case, layout=read, part=again, timeout_s=TIMEOUT_S)
+    for report in reports:
+        # Whole chunks are read, of which a neighbour may own a part.
+        assert report["needed_bytes"] <= report["read_bytes"] < 1.7 * report["needed_bytes"]
