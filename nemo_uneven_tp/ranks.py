@@ -21,9 +21,14 @@ _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 
 
 def launched(environment: MutableMapping[str, str] | None = None) -> bool:
-    """Whether a launcher has numbered this process."""
+    """Whether a launcher has numbered this process.
+
+    One Slurm task alone is an interactive shell as likely as a job: not counted.
+    """
     env = os.environ if environment is None else environment
-    return any(rank in env and size in env for rank, size in _LAUNCHERS)
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return True
+    return "SLURM_PROCID" in env and env.get("SLURM_NTASKS", "1") != "1"
 
 
 def nominal_rank(environment: MutableMapping[str, str] | None = None) -> int:

@@ -7,6 +7,7 @@ checkpoint starts helper processes that import this module again.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import sys
 import traceback
@@ -65,6 +66,9 @@ def _prepare_environment(config: dict[str, Any]) -> None:
     if config.get("trainer", {}).get("accelerator") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if "SLURM_NTASKS" in os.environ:
+        # srun has numbered this process, in an allocation that Lightning takes for a shell too.
+        if os.environ.get("SLURM_JOB_NAME", "bash") in ("bash", "interactive"):
+            os.environ["SLURM_JOB_NAME"] = "uneven-tp"
         # Lightning refuses `srun --ntasks` alone; how many run on a node is in the config.
         devices = config.get("trainer", {}).get("devices", os.environ["SLURM_NTASKS"])
         os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(devices))
@@ -104,10 +108,20 @@ def _leave_together() -> None:
         dist.destroy_process_group()
 
 
+def _end_children() -> None:
+    """End the processes that saving checkpoints has started: this one leaves without exit hooks."""
+    children = multiprocessing.active_children()
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.join(10)
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m nemo_uneven_tp.worker RUN_DIR")
     exit_code = main(sys.argv[1])
+    _end_children()
     sys.stdout.flush()
     sys.stderr.flush()
     # All is written. Taking the interpreter apart under the threads of torch.distributed can

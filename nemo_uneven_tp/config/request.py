@@ -83,6 +83,18 @@ def model_shape(model: dict[str, Any], tokenizer: str) -> ModelShape:
             )
         kv_channels = hidden // heads
     groups, ffn, preset = model["num_query_groups"], model["ffn_hidden_size"], model["vocab_size"]
+    # Other tokenizers take time to load: a run compares theirs when it has them.
+    tokens = tokenizer_vocab_size(tokenizer) if preset is None or tokenizer == "byte" else 0
+    if preset is not None and preset < tokens:
+        raise UserError(
+            f"model.vocab_size={preset} is less than the {tokens} tokens of "
+            f"data.tokenizer={tokenizer}; set it to at least that, or to null to have it padded"
+        )
+    if model["position_embedding_type"] == "rope" and kv_channels % 2:
+        raise UserError(
+            f"model.kv_channels={kv_channels} is odd, but model.position_embedding_type=rope turns "
+            "pairs of channels; make it even"
+        )
     return ModelShape(
         num_layers=model["num_layers"],
         hidden_size=hidden,
@@ -90,7 +102,7 @@ def model_shape(model: dict[str, Any], tokenizer: str) -> ModelShape:
         num_query_groups=heads if groups is None else groups,
         kv_channels=kv_channels,
         ffn_hidden_size=4 * hidden if ffn is None else ffn,
-        vocab_size=tokenizer_vocab_size(tokenizer) if preset is None else preset,
+        vocab_size=tokens if preset is None else preset,
         should_pad_vocab=preset is None,
         seq_length=model["seq_length"],
         gated_linear_unit=model["gated_linear_unit"],

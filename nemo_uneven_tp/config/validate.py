@@ -182,6 +182,8 @@ def _check_values(config: Config) -> None:
         value = value_of(config, key)
         if value is not None and value < minimum:
             raise UserError(f"{key}={value} must be at least {minimum}")
+    if (seed := value_of(config, "seed")) is not None and seed >= 2**32:
+        raise UserError(f"seed={seed} must be less than 2**32, which is what NumPy takes")
     for key in ("model.hidden_dropout", "model.attention_dropout"):
         value = value_of(config, key)
         if value is not None and not 0 <= value < 1:

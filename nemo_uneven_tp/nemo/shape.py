@@ -24,6 +24,11 @@ def model_shape(config: Any, tokenizer_vocab_size: int | None) -> ModelShape:
             "model.vocab_size is not set and there is no tokenizer; set model.vocab_size or give "
             "the data a tokenizer"
         )
+    if tokenizer_vocab_size is not None and vocab_size < tokenizer_vocab_size:
+        raise UserError(
+            f"model.config.vocab_size={vocab_size} is less than the {tokenizer_vocab_size} tokens "
+            "of the data's tokenizer; set it to at least that, or to None to have it padded"
+        )
     heads = config.num_attention_heads
     return ModelShape(
         num_layers=config.num_layers,

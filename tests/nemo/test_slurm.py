@@ -32,7 +32,7 @@ def test_slurm_numbers_the_processes(tmp_path: Path) -> None:
         "SLURM_NTASKS": str(NTASKS),
         "SLURM_NODEID": "0",
         "SLURM_JOB_ID": "77",
-        "SLURM_JOB_NAME": "job",
+        "SLURM_JOB_NAME": "interactive",
         "SLURM_NODELIST": "localhost",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
