@@ -137,8 +137,15 @@ def _check_packages_and_text(config: Config) -> None:
     from nemo_uneven_tp.versions import check_versions
 
     check_versions()
-    if "data" in config:
-        resolve_text_files(config["data"]["paths"])
+    if "data" not in config:
+        return
+    size = sum(file.stat().st_size for file in resolve_text_files(config["data"]["paths"]))
+    seq_length = config["model"]["seq_length"]
+    if 2 * size <= seq_length:  # no tokenizer makes more than two tokens of a byte
+        raise UserError(
+            f"model.seq_length={seq_length} is more than the text of data.paths can fill, which "
+            f"is {size} bytes; lower it or give more text"
+        )
 
 
 def _nodes_and_accelerator(config: Config) -> tuple[int, str]:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from nemo_uneven_tp.config.keys import groups, is_known, unknown_key
+from nemo_uneven_tp.config.keys import groups, is_known, type_in_words, type_of, unknown_key
 from nemo_uneven_tp.config.schema import RecipeRunConfig, RunConfig
 from nemo_uneven_tp.errors import UserError
 
@@ -187,6 +187,7 @@ def _command_line(program: str, arguments: Sequence[str]) -> Iterator[None]:
 def _sentence(error: Exception, line: CommandLine) -> str:
     if isinstance(error, MissingConfigException):
         return _missing_config(error, line)
+    said = f"{error} {error.__cause__}"
     for override in line.overrides:
         match = _OVERRIDE.match(override)
         if match is None:
@@ -196,6 +197,10 @@ def _sentence(error: Exception, line: CommandLine) -> str:
             return f"{override} is not an override; write key=value"
         if not key.startswith("hydra") and not is_known(key, line.schema):
             return unknown_key(key, line.schema)
+        if f"override {override}" in said and "Cannot merge" in said:
+            return f"{override} must be {type_in_words(type_of(key, line.schema))}"
+        if f"argument '{override}'" in said and "Ambiguous" in said:
+            return f"{override} reads as several values; write {key}=[{match['value']}]"
     if isinstance(error, OverrideParseException):
         why = str(error.message).splitlines()[0]
         return f"{error.override} can't be read as an override ({why}); quote special characters"

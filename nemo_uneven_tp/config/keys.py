@@ -29,6 +29,13 @@ def known_keys(schema: type) -> list[str]:
     return found
 
 
+def type_of(key: str, schema: type) -> Any:
+    """The annotation of a dotted key; ``Any`` for one that the schema does not have."""
+    group, _, name = key.rpartition(".")
+    owner = groups(schema).get(group) if group else schema
+    return get_type_hints(owner).get(name, Any) if owner else Any
+
+
 def is_known(key: str, schema: type) -> bool:
     """Whether the schema has the key, or holds free-form data there (``recipe.args.X``)."""
     free_form = schema is RecipeRunConfig and key.startswith(("recipe.args.", "recipe.overrides."))
@@ -92,4 +99,6 @@ def type_in_words(annotation: Any) -> str:
             return f"{words} or null"
     if "list" in text:
         return "a list such as [2, 1]" if "None" not in text else "a list such as [2, 1] or null"
+    if annotation is Any:
+        return "one value or a list"
     return "a mapping" if "dict" in text else text

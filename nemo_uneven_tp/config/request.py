@@ -5,7 +5,11 @@ No torch and no NeMo, except for ``recipe``: only NeMo can build one of its reci
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nemo_uneven_tp.config.validate import Config
@@ -44,7 +48,8 @@ def plan_request(config: Config) -> PlanRequest:
     if "recipe" in config:
         sys.stderr.write("Building the recipe with NeMo, which takes about 20 s to import ...\n")
         sys.stderr.flush()
-        from nemo_uneven_tp.nemo.recipe import shape_and_request_from_recipe
+        with hidden_standard_error():
+            from nemo_uneven_tp.nemo.recipe import shape_and_request_from_recipe
 
         return shape_and_request_from_recipe(config)
     trainer, strategy, uneven_tp = config["trainer"], config["strategy"], config["uneven_tp"]
@@ -62,6 +67,25 @@ def plan_request(config: Config) -> PlanRequest:
         reference_tensor_parallel_size=config["model"]["reference_tensor_parallel_size"],
         sequence_parallel=strategy["sequence_parallel"],
     )
+
+
+@contextmanager
+def hidden_standard_error() -> Iterator[None]:
+    """Keep what libraries write to stderr while they are imported off it, unless one fails."""
+    sys.stderr.flush()
+    console = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            said.seek(0)
+            os.write(console, said.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(console, 2)
+            os.close(console)
 
 
 def model_shape(model: dict[str, Any], tokenizer: str) -> ModelShape:

@@ -75,7 +75,7 @@ class DataConfig:
     tokenizer: str = "byte"  # "byte", a SentencePiece .model file, a Hugging Face folder
     micro_batch_size: int = MISSING
     global_batch_size: int = MISSING
-    split: str = "900,50,50"
+    split: Any = "900,50,50"  # or a list of three weights
     num_workers: int = 0
     cache_dir: str | None = None
     seed: int = 1234

@@ -8,6 +8,7 @@ the planner's to check.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import inf
 from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -43,6 +44,19 @@ _MINIMUM = {
     "launcher.timeout_s": 1,
     "launcher.threads_per_rank": 1,
 }
+_ABOVE_ZERO = (
+    "model.layernorm_epsilon",
+    "model.init_method_std",
+    "model.rotary_base",
+    "model.rotary_percent",
+    "optim.adam_eps",
+)
+_BELOW_ONE = (
+    "model.hidden_dropout",
+    "model.attention_dropout",
+    "optim.adam_beta1",
+    "optim.adam_beta2",
+)
 _UNSUPPORTED = {
     "model.num_moe_experts": "mixture of experts",
     "model.multi_latent_attention": "multi-latent attention",
@@ -115,12 +129,13 @@ def _typed(schema: type, data: Mapping[str, Any]) -> Config:
     for key in data:
         if key not in hints:
             raise UserError(unknown_key(key, schema))
-    config: Config = {}
+    top = {name: value for name, value in data.items() if name not in group_types}
+    # First: other keys may take their value from these.
+    config = _typed_values("", schema, top, leave_out=tuple(group_types))
     for name in hints:
         if name in group_types:
             config[name] = _typed_group(schema, name, group_types[name], data.get(name, {}))
-    top = {name: value for name, value in data.items() if name not in group_types}
-    return {**_typed_values("", schema, top, leave_out=tuple(group_types)), **config}
+    return config
 
 
 def _typed_group(schema: type, name: str, group: type, values: Any) -> Config:
@@ -144,6 +159,8 @@ def _typed_values(
     node = OmegaConf.structured(schema)
     hints = get_type_hints(schema)
     for key, value in values.items():
+        if hints[key] is bool and not isinstance(value, bool) and value not in (0, 1):
+            raise UserError(f"{prefix}{key}={shown(value)} must be true or false")
         try:
             node[key] = value
         except OmegaConfBaseException as error:
@@ -184,13 +201,31 @@ def _check_values(config: Config) -> None:
             raise UserError(f"{key}={value} must be at least {minimum}")
     if (seed := value_of(config, "seed")) is not None and seed >= 2**32:
         raise UserError(f"seed={seed} must be less than 2**32, which is what NumPy takes")
-    for key in ("model.hidden_dropout", "model.attention_dropout"):
+    for key in _ABOVE_ZERO:
+        value = value_of(config, key)
+        if value is not None and not 0 < value < inf:
+            raise UserError(f"{key}={value} must be greater than 0")
+    for key in _BELOW_ONE:
         value = value_of(config, key)
         if value is not None and not 0 <= value < 1:
             raise UserError(f"{key}={value} must be at least 0 and less than 1")
+    if (percent := value_of(config, "model.rotary_percent")) is not None and percent > 1:
+        raise UserError(f"model.rotary_percent={percent} must be at most 1, which is all channels")
     if "data" in config:
-        split_weights(config["data"]["split"])
+        _check_split(config["data"])
     _check_uneven_tp(config["uneven_tp"])
+
+
+def _check_split(data: Config) -> None:
+    """Check ``data.split``; a list of weights becomes the text that Megatron takes."""
+    if isinstance(data["split"], (list, tuple)):
+        data["split"] = ",".join(str(weight) for weight in data["split"])
+    if not isinstance(data["split"], str):
+        raise UserError(
+            f"data.split={shown(data['split'])} must be the weights of training, validation and "
+            "test, such as [900,50,50]"
+        )
+    split_weights(data["split"])
 
 
 def _check_uneven_tp(uneven_tp: Config) -> None:
