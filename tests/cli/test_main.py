@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from nemo_uneven_tp import __version__
+from nemo_uneven_tp.cli.help import COMMANDS
 from nemo_uneven_tp.config.compose import DEFAULT_CONFIG_NAME, config_names
 from tests.conftest import Outcome
 
@@ -28,7 +29,16 @@ def processor_time_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["plan", "--help"], ["pretrain", "-h"]])
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_of_a_command(uneven_tp: UnevenTP, command: str) -> None:
+    outcome = uneven_tp(command, "--help")
+    assert outcome.code == 0
+    assert outcome.out.startswith(f"usage: uneven-tp {command} ")
+    assert COMMANDS[command].text in outcome.out
+    assert max(len(line) for line in outcome.out.splitlines()) <= 100
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"]])
 def test_help(uneven_tp: UnevenTP, arguments: list[str]) -> None:
     outcome = uneven_tp(*arguments)
     assert outcome.code == 0
@@ -49,7 +59,7 @@ def test_no_command_shows_the_help(uneven_tp: UnevenTP) -> None:
 def test_an_unknown_command(uneven_tp: UnevenTP) -> None:
     outcome = uneven_tp("train")
     assert outcome.code == 2
-    assert "pretrain, plan, checkpoint, bench or demo" in outcome.err
+    assert "pretrain, plan, bench, checkpoint or demo" in outcome.err
 
 
 def test_hydras_own_options_work(uneven_tp: UnevenTP) -> None:
