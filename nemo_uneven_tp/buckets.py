@@ -116,7 +116,6 @@ def _largest_share(plan: Plan, name: str, param: torch.nn.Parameter) -> int:
     cut = cut_of(name, plan.model)
     assert cut is not None
     others = param.numel() // param.shape[cut.dim]
-    by_degree = {cell.degree: cell for cell in plan.cells}
     return others * max(
-        local_extent(plan, rank, cut) for cell in by_degree.values() for rank in cell.ranks
+        local_extent(plan, rank, cut) for cell in plan.distinct_cells for rank in cell.ranks
     )

@@ -101,7 +101,7 @@ def initialize_uneven_model_parallel(
     cell, tp_rank = plan.location(rank)
     mpu.destroy_model_parallel()
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    if len(set(plan.degrees)) == 1:
+    if plan.same_shares:
         if timeout_s is not None:
             stock_options.setdefault("distributed_timeout_minutes", math.ceil(timeout_s / 60))
         mpu.initialize_model_parallel(

@@ -31,6 +31,7 @@ class Cell:
 
     ``ranks`` are compact, ``nominal_ranks`` the same processes in the stock numbering,
     both in tensor-parallel order. ``shares`` holds ``degree + 1`` boundaries per axis.
+    ``speeds`` are relative to a nominal rank's, 1; empty if nothing is known of them.
     """
 
     replica: int
@@ -39,11 +40,16 @@ class Cell:
     ranks: tuple[int, ...]
     nominal_ranks: tuple[int, ...]
     shares: Mapping[Axis, Boundaries]
+    speeds: tuple[float, ...] = ()
 
     @property
     def degree(self) -> int:
         """Tensor-parallel degree of the cell."""
         return len(self.ranks)
+
+    def speed(self, tp_rank: int) -> float:
+        """Relative speed of tensor-parallel rank ``tp_rank`` of the cell."""
+        return self.speeds[tp_rank] if self.speeds else 1.0
 
     def share(self, axis: Axis, tp_rank: int) -> range:
         """The units of ``axis`` that tensor-parallel rank ``tp_rank`` of the cell owns."""
@@ -115,10 +121,17 @@ class Plan:
     @property
     def is_uniform(self) -> bool:
         """Whether all replicas are alike, so that stock gradient sync is exact and enough."""
-        first = self.cells[0].shares
-        return (
-            all(cell.shares == first for cell in self.cells) and len(set(self.micro_batches)) == 1
-        )
+        return self.same_shares and len(set(self.micro_batches)) == 1
+
+    @property
+    def same_shares(self) -> bool:
+        """Whether all replicas cut every axis alike: rank i of each has the same share."""
+        return all(cell.shares == self.cells[0].shares for cell in self.cells)
+
+    @cached_property
+    def distinct_cells(self) -> tuple[Cell, ...]:
+        """One cell of each way to cut the axes."""
+        return tuple({tuple(cell.shares.items()): cell for cell in self.cells}.values())
 
     @cached_property
     def _locations(self) -> dict[int, tuple[Cell, int]]:
@@ -223,6 +236,7 @@ class Plan:
                         "ranks": tuple(cell["ranks"]),
                         "nominal_ranks": tuple(cell["nominal_ranks"]),
                         "shares": {Axis(a): tuple(b) for a, b in cell["shares"].items()},
+                        "speeds": tuple(cell.get("speeds", ())),
                     }
                 )
                 for cell in data["cells"]

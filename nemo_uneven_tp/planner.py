@@ -1,25 +1,27 @@
 """From what the user asks for to a :class:`~nemo_uneven_tp.plan.Plan` (pure).
 
 :func:`make_plan` checks the request, finds the living replicas, gives every rank its share
-of each axis, and splits the micro-batches over replicas in proportion to what the busiest
-rank of each can do.
+of each axis, and splits the micro-batches over replicas in proportion to what each can do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nemo_uneven_tp.costs import cell_time
 from nemo_uneven_tp.errors import UserError
+from nemo_uneven_tp.layout_options import LayoutOptions
 from nemo_uneven_tp.model_shape import ModelShape
 from nemo_uneven_tp.plan import Cell, Plan
 from nemo_uneven_tp.shares import (
     Axis,
     Boundaries,
     block_boundaries,
-    even_boundaries,
     largest_remainder,
+    weighted_boundaries,
 )
+from nemo_uneven_tp.speeds import cell_speeds, speed_table
 from nemo_uneven_tp.topology import Topology, make_topology
 
 
@@ -39,6 +41,7 @@ class PlanRequest:
     allow_dropped_replicas: bool = False
     reference_tensor_parallel_size: int | None = None
     sequence_parallel: bool = False
+    options: LayoutOptions = LayoutOptions()
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -65,7 +68,8 @@ def make_plan(request: PlanRequest) -> Plan:
         model, request.reference_tensor_parallel_size, request.tensor_model_parallel_size
     )
     vocab_size = model.padded_vocab_size(reference)
-    cells = _cells(model, topology, vocab_size)
+    table = speed_table(request.options.rank_speeds, request.world_size)
+    cells = _cells(model, topology, vocab_size, table)
     return Plan(
         model=model,
         tensor_model_parallel_size=request.tensor_model_parallel_size,
@@ -92,41 +96,32 @@ def stock_layout_exists(model: ModelShape, degree: int) -> bool:
     return whole and model.padded_vocab_size(degree) % degree == 0
 
 
-def share_boundaries(model: ModelShape, degree: int, vocab_size: int) -> dict[Axis, Boundaries]:
-    """Share boundaries of each axis in a cell of ``degree`` equally fast ranks."""
+def share_boundaries(
+    model: ModelShape, degree: int, vocab_size: int, speeds: Sequence[float] = ()
+) -> dict[Axis, Boundaries]:
+    """Share boundaries of each axis in a cell of ``degree`` ranks.
+
+    In proportion to ``speeds`` if there are any; the vocabulary is even all the same.
+    """
+    weights = speeds or (1.0,) * degree
     return {
-        Axis.QUERY_GROUP: even_boundaries(model.num_query_groups, degree),
-        Axis.FFN: even_boundaries(model.ffn_hidden_size, degree),
+        Axis.QUERY_GROUP: weighted_boundaries(model.num_query_groups, weights, minimum=1),
+        Axis.FFN: weighted_boundaries(model.ffn_hidden_size, weights, minimum=1),
         Axis.VOCAB: block_boundaries(vocab_size, degree),
     }
 
 
-def rank_flops_per_token(model: ModelShape, cell: Cell, tp_rank: int) -> float:
-    """Forward FLOPs per token of one rank: its matrix products and its attention scores.
-
-    Matrix products cost 2 x rows x columns; attention 2 x 2 x seq_length x width for scores
-    and values, halved by causality (the count of arXiv 2205.05198, appendix A). Backward
-    costs twice the forward for every rank, so it does not change proportions.
-    """
-    groups = len(cell.share(Axis.QUERY_GROUP, tp_rank))
-    query_width = groups * model.heads_per_group * model.kv_channels
-    qkv_width = groups * (model.heads_per_group + 2) * model.kv_channels
-    fc_widths = len(cell.share(Axis.FFN, tp_rank)) * (3 if model.gated_linear_unit else 2)
-    vocab_boundaries = cell.shares[Axis.VOCAB]
-    vocab_rows = vocab_boundaries[1] - vocab_boundaries[0]
-    per_layer = 2 * model.hidden_size * (qkv_width + query_width + fc_widths)
-    per_layer += 2 * model.seq_length * query_width
-    return model.num_layers * per_layer + 2 * model.hidden_size * vocab_rows
-
-
-def _cells(model: ModelShape, topology: Topology, vocab_size: int) -> tuple[Cell, ...]:
-    shares_of = {
-        degree: share_boundaries(model, degree, vocab_size)
-        for degree in {len(ranks) for ranks in topology.replicas}
-    }
+def _cells(
+    model: ModelShape, topology: Topology, vocab_size: int, table: Mapping[int, float]
+) -> tuple[Cell, ...]:
+    shares_of: dict[tuple[int, tuple[float, ...]], dict[Axis, Boundaries]] = {}
     cells, next_rank = [], 0
     for replica, nominal_ranks in enumerate(topology.replicas):
         degree = len(nominal_ranks)
+        speeds = cell_speeds(table, nominal_ranks)
+        kind = (degree, speeds)
+        if kind not in shares_of:
+            shares_of[kind] = share_boundaries(model, degree, vocab_size, speeds)
         cells.append(
             Cell(
                 replica=replica,
@@ -134,7 +129,8 @@ def _cells(model: ModelShape, topology: Topology, vocab_size: int) -> tuple[Cell
                 stage=0,
                 ranks=tuple(range(next_rank, next_rank + degree)),
                 nominal_ranks=nominal_ranks,
-                shares=shares_of[degree],
+                shares=shares_of[kind],
+                speeds=speeds,
             )
         )
         next_rank += degree
@@ -158,14 +154,12 @@ def _split_batch(request: PlanRequest, cells: Sequence[Cell], vocab_size: int) -
             f"data.micro_batch_size={micro}, too few for {len(cells)} replicas to get one each; "
             "make the global batch larger or the micro-batch smaller"
         )
-    busiest: dict[int, float] = {}
+    times: dict[tuple[int, tuple[float, ...]], float] = {}
     for cell in cells:
-        if cell.degree not in busiest:
-            busiest[cell.degree] = max(
-                rank_flops_per_token(request.model, cell, i) for i in range(cell.degree)
-            )
-    speeds = [1.0 / busiest[cell.degree] for cell in cells]
-    return tuple(largest_remainder(total, speeds, minimum=1))
+        if (cell.degree, cell.speeds) not in times:
+            times[cell.degree, cell.speeds] = cell_time(request.model, cell)
+    throughputs = [1.0 / times[cell.degree, cell.speeds] for cell in cells]
+    return tuple(largest_remainder(total, throughputs, minimum=1))
 
 
 def _reference_degree(model: ModelShape, asked: int | None, nominal: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import accumulate
 
 Boundaries = tuple[int, ...]
 
@@ -34,6 +35,17 @@ def even_boundaries(units: int, degree: int) -> Boundaries:
     """Boundaries of ``degree`` shares that differ by at most one unit, the larger ones first."""
     small, larger = divmod(units, degree)
     return tuple(i * small + min(i, larger) for i in range(degree + 1))
+
+
+def weighted_boundaries(units: int, weights: Sequence[float], minimum: int = 0) -> Boundaries:
+    """Boundaries of shares in proportion to ``weights``, by largest remainder.
+
+    A share of weight 0 is empty; every other one gets at least ``minimum`` units.
+    """
+    taking = [i for i, weight in enumerate(weights) if weight > 0]
+    parts = largest_remainder(units, [weights[i] for i in taking], minimum)
+    sizes = dict(zip(taking, parts, strict=True))
+    return tuple(accumulate((sizes.get(i, 0) for i in range(len(weights))), initial=0))
 
 
 def block_boundaries(units: int, degree: int) -> Boundaries:

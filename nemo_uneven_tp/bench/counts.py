@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from math import lcm, prod
 from typing import Any
 
+from nemo_uneven_tp.costs import model_flops_per_token, rank_time
 from nemo_uneven_tp.model_shape import Parameter, parameters
 from nemo_uneven_tp.plan import Cell, Plan
-from nemo_uneven_tp.planner import rank_flops_per_token, share_boundaries
+from nemo_uneven_tp.planner import share_boundaries
 from nemo_uneven_tp.shares import Axis
 
 Ranks = tuple[int, ...]
@@ -54,7 +55,8 @@ class RankCounts:
     ``grad_sync_bytes``: what it hands to collectives between replicas before the optimizer;
     ``param_gather_bytes``: after it. ``cell_broadcast_bytes``: replicated values passed on
     inside the cell. ``optimizer_bytes``: main parameters and moments it holds.
-    ``flops_share_over_ideal``: its FLOPs against those of the model divided by living ranks.
+    ``flops_share_over_ideal``: its FLOPs over its speed, against those of the model over the
+    speeds of all living ranks.
     """
 
     rank: int
@@ -92,17 +94,18 @@ def rank_counts(plan: Plan, settings: Settings) -> list[RankCounts]:
     """Counts of every living rank, in compact order; like ranks are counted once."""
     whole = list(parameters(plan.model, plan.vocab_size))
     buckets = _buckets(plan, whole, settings)
-    ideal = _model_flops(plan) * plan.num_micro_batches / plan.world_size
-    alike: dict[tuple[int, int], tuple[dict[str, int], OptimizerBytes]] = {}
+    speeds = sum(cell.speed(i) for cell in plan.cells for i in range(cell.degree))
+    ideal = model_flops_per_token(plan.model, plan.vocab_size) * plan.num_micro_batches / speeds
+    alike: dict[tuple[Any, int], tuple[dict[str, int], OptimizerBytes]] = {}
     found = []
     for cell in plan.cells:
         for tp_rank, rank in enumerate(cell.ranks):
-            kind = (cell.degree, tp_rank)
+            kind = (tuple(cell.shares.values()), tp_rank)
             if kind not in alike:
                 make = _stock_bytes if plan.is_uniform else _segment_bytes
                 alike[kind] = make(plan, settings, whole, buckets, cell, tp_rank)
             counts, optimizer_bytes = alike[kind]
-            flops = rank_flops_per_token(plan.model, cell, tp_rank)
+            flops = rank_time(plan.model, cell, tp_rank)
             found.append(
                 RankCounts(
                     rank=rank,
@@ -148,7 +151,7 @@ def reshard_first_counts(plan: Plan, settings: Settings) -> ReshardFirstCounts:
     worst = ReshardFirstCounts(
         grad_sync_bytes_over_shard=0.0, all_to_all_bytes=0, side_buffer_bytes=0
     )
-    for cell in {cell.degree: cell for cell in plan.cells}.values():
+    for cell in plan.distinct_cells:
         for tp_rank in range(cell.degree):
             own = sum(p.elements(len(cell.share(p.cut.axis, tp_rank))) for p in whole if p.cut)
             held = kept = 0
@@ -200,7 +203,6 @@ def _buckets(plan: Plan, whole: list[Parameter], settings: Settings) -> list[Buc
     buckets: list[Bucket] = []
     current: Bucket = []
     filled = 0
-    cells = list({cell.degree: cell for cell in plan.cells}.values())
     for parameter in reversed(whole):
         if parameter.cut is None:
             continue
@@ -210,7 +212,11 @@ def _buckets(plan: Plan, whole: list[Parameter], settings: Settings) -> list[Buc
         current.append(parameter)
         axis = parameter.cut.axis
         filled += parameter.elements(
-            max(held_units(cell, axis, i) for cell in cells for i in range(cell.degree))
+            max(
+                held_units(cell, axis, i)
+                for cell in plan.distinct_cells
+                for i in range(cell.degree)
+            )
         )
     return [*buckets, current]
 
@@ -351,19 +357,10 @@ def _part(numel: int, members: int, index: int) -> int:
     return max(min(numel - index * length, length), 0)
 
 
-def _model_flops(plan: Plan) -> float:
-    """Forward FLOPs per token of the whole model, as one rank that holds all of it."""
-    alone = share_boundaries(plan.model, 1, plan.vocab_size)
-    whole = Cell(
-        replica=0, nominal_replica=0, stage=0, ranks=(0,), nominal_ranks=(0,), shares=alone
-    )
-    return rank_flops_per_token(plan.model, whole, 0)
-
-
 def step_flops(plan: Plan) -> float:
     """FLOPs of one training step of all replicas (forward, and twice that backward)."""
     tokens = plan.global_batch_size * plan.model.seq_length
-    return 3 * _model_flops(plan) * tokens
+    return 3 * model_flops_per_token(plan.model, plan.vocab_size) * tokens
 
 
 def model_elements(plan: Plan) -> int:

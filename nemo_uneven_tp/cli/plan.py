@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from nemo_uneven_tp.cli.plan_report import (
     Precision,
@@ -30,6 +31,10 @@ micro-batches: computed by the replica per step, out of the whole global batch.
 holds: parameters, {parameter_bytes} bytes each, dummy vocabulary rows included.
 sends: gradients a rank hands to gradient sync per step, {gradient_bytes} bytes each: its own
   shard's to the sync groups below, the replicated parameters' to the first ranks of all replicas.
+"""
+SPEED_LEGEND = """\
+speed: relative to a healthy rank; time/ideal: expected compute time per step over that of work
+  spread over all ranks exactly by their speeds.
 """
 
 
@@ -62,7 +67,8 @@ def precision_of(config: Config) -> Precision:
 
 def plan_text(name: str, made: Plan, precision: Precision) -> str:
     """The tables with their legend."""
-    legend = LEGEND.format(
+    speeds = any(cell.speeds for cell in made.cells)
+    legend = (LEGEND + (SPEED_LEGEND if speeds else "")).format(
         parameter_bytes=precision.parameter_bytes, gradient_bytes=precision.gradient_bytes
     )
     parts = [
@@ -112,12 +118,13 @@ def _cells(made: Plan) -> str:
 
 
 def _ranks(reports: Sequence[RankReport], world_size: int) -> str:
-    alike: dict[tuple[int, ...], list[RankReport]] = {}
+    alike: dict[tuple[Any, ...], list[RankReport]] = {}
     for report in reports:
-        kind = (report.degree, report.tp_rank)
+        kind = (report.degree, report.tp_rank, report.speed, tuple(report.shares.values()))
         key = kind if world_size > ROWS_SHOWN else (*kind, report.rank)
         alike.setdefault(key, []).append(report)
     rows = []
+    with_speeds = any(report.speed != 1 for report in reports)
     for members in alike.values():
         first = members[0]
         rows.append(
@@ -128,9 +135,12 @@ def _ranks(reports: Sequence[RankReport], world_size: int) -> str:
                 *(_units(*first.shares[axis.value]) for axis in Axis),
                 size(first.parameter_bytes),
                 f"{size(first.sent_sharded_bytes)} + {size(first.sent_replicated_bytes)}",
+                *((f"{first.speed:.3g}", f"{first.time_over_ideal:.2f}") if with_speeds else ()),
             )
         )
-    header = ("nominal", "compact", "TP rank", *_AXES.values(), "holds", "sends (own + replicated)")
+    header = ["nominal", "compact", "TP rank", *_AXES.values(), "holds", "sends (own + replicated)"]
+    if with_speeds:
+        header += ["speed", "time/ideal"]
     return table(header, rows)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nemo_uneven_tp.costs import model_flops_per_token, rank_time
 from nemo_uneven_tp.model_shape import parameters
 from nemo_uneven_tp.plan import Cell, Plan
 from nemo_uneven_tp.shares import Axis
@@ -36,7 +37,9 @@ class RankReport:
     """One rank: who it is and what it owns, holds and sends.
 
     ``shares`` maps an axis to ``(first unit, end)``. ``sent_sharded_bytes`` and
-    ``sent_replicated_bytes`` are what it hands to gradient sync per step.
+    ``sent_replicated_bytes`` are what it hands to gradient sync per step. ``speed`` is relative
+    to a healthy rank's; ``time_over_ideal`` its expected compute time per step over that of work
+    spread over all ranks exactly by their speeds.
     """
 
     rank: int
@@ -48,6 +51,8 @@ class RankReport:
     parameter_bytes: int
     sent_sharded_bytes: int
     sent_replicated_bytes: int
+    speed: float
+    time_over_ideal: float
 
 
 def parameter_count(plan: Plan) -> int:
@@ -59,6 +64,8 @@ def rank_reports(plan: Plan, precision: Precision) -> list[RankReport]:
     """A report for every living rank, in compact order."""
     counts: dict[tuple[tuple[int, ...], int], tuple[int, int, int]] = {}
     per_unit, replicated = _elements(plan)
+    ideal = model_flops_per_token(plan.model, plan.vocab_size) * plan.num_micro_batches
+    ideal /= sum(cell.speed(i) for cell in plan.cells for i in range(cell.degree))
     reports = []
     for cell in plan.cells:
         for tp_rank, (rank, nominal) in enumerate(zip(cell.ranks, cell.nominal_ranks, strict=True)):
@@ -85,6 +92,10 @@ def rank_reports(plan: Plan, precision: Precision) -> list[RankReport]:
                     sent_replicated_bytes=(
                         shared * precision.gradient_bytes if shares_replicated else 0
                     ),
+                    speed=cell.speed(tp_rank),
+                    time_over_ideal=rank_time(plan.model, cell, tp_rank)
+                    * plan.micro_batches[cell.replica]
+                    / ideal,
                 )
             )
     return reports

@@ -15,6 +15,7 @@ from typing import Any
 from nemo_uneven_tp.config.validate import Config
 from nemo_uneven_tp.config.vocabulary import tokenizer_vocab_size
 from nemo_uneven_tp.errors import UserError
+from nemo_uneven_tp.layout_options import LayoutOptions
 from nemo_uneven_tp.model_shape import ModelShape
 from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.planner import PlanRequest, make_plan, stock_layout_exists
@@ -66,6 +67,7 @@ def plan_request(config: Config) -> PlanRequest:
         allow_dropped_replicas=uneven_tp["allow_dropped_replicas"],
         reference_tensor_parallel_size=config["model"]["reference_tensor_parallel_size"],
         sequence_parallel=strategy["sequence_parallel"],
+        options=LayoutOptions.of(uneven_tp),
     )
 
 

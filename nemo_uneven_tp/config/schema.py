@@ -137,6 +137,7 @@ class UnevenTPConfig:
     failed_ranks: list[Any] = field(default_factory=list)  # nominal ranks
     degrees: list[Any] | None = None  # one per replica, instead of failed_ranks
     allow_dropped_replicas: bool = False
+    rank_speeds: Any = None  # a table {nominal rank: speed}, a list; None: all alike
     check_replicas_every: int = 0  # steps; 0: once, at the end
 
 

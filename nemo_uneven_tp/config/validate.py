@@ -229,7 +229,7 @@ def _check_split(data: Config) -> None:
 
 
 def _check_uneven_tp(uneven_tp: Config) -> None:
-    for key in ("failed_ranks", "degrees"):
+    for key in ("failed_ranks", "degrees", "rank_speeds"):
         if uneven_tp[key] and not uneven_tp["enabled"]:
             raise UserError(
                 f"uneven_tp.{key}={uneven_tp[key]} needs uneven_tp=on, but it is off; "

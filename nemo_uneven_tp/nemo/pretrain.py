@@ -29,6 +29,7 @@ from nemo_uneven_tp.checkpoint import stock_fixes
 from nemo_uneven_tp.checkpoint.files import FOLDER, complete_from
 from nemo_uneven_tp.errors import UserError
 from nemo_uneven_tp.initial_weights import StockReferenceInit
+from nemo_uneven_tp.layout_options import LayoutOptions
 from nemo_uneven_tp.nemo import patches
 from nemo_uneven_tp.nemo.callbacks import RunReport
 from nemo_uneven_tp.nemo.checkpoint import Resume, RunCheckpoints, complete_in, read_on_cpu
@@ -152,6 +153,7 @@ def build_strategy(config: dict[str, Any], plan: Plan, on_cpu: bool) -> nl.Megat
             allow_dropped_replicas=uneven_tp["allow_dropped_replicas"],
             reference_tensor_parallel_size=config["model"]["reference_tensor_parallel_size"],
             expected_plan_digest=plan.digest,
+            layout_options=LayoutOptions.of(uneven_tp),
             **arguments,
         )
     if on_cpu:

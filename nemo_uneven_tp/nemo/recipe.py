@@ -18,6 +18,7 @@ from nemo import lightning as nl
 from nemo.collections import llm
 
 from nemo_uneven_tp.errors import UnsupportedError, UserError
+from nemo_uneven_tp.layout_options import LayoutOptions
 from nemo_uneven_tp.model_shape import ModelShape
 from nemo_uneven_tp.nemo.recipe_support import check_supported, value_name
 from nemo_uneven_tp.nemo.recipe_tree import build_recipe, class_of, value_at
@@ -46,6 +47,7 @@ def apply(
     allow_dropped_replicas: bool = False,
     reference_tensor_parallel_size: int | None = None,
     check_replicas_every: int | None = None,
+    layout_options: LayoutOptions | None = None,
 ) -> Any:
     """Put uneven tensor parallelism into a NeMo recipe, in place.
 
@@ -58,6 +60,7 @@ def apply(
         reference_tensor_parallel_size: the undamaged layout whose padded vocabulary and initial
             weights the run reproduces; default: the nominal one.
         check_replicas_every: steps between comparisons of the replicas' weights; default: none.
+        layout_options: how cells cut their work, such as ``LayoutOptions(rank_speeds={3: 0.7})``.
 
     Returns:
         ``recipe``, its ``trainer.strategy`` now ``UnevenMegatronStrategy`` with all arguments
@@ -77,6 +80,7 @@ def apply(
     strategy.degrees = None if degrees is None else list(degrees)
     strategy.allow_dropped_replicas = allow_dropped_replicas
     strategy.reference_tensor_parallel_size = reference_tensor_parallel_size
+    strategy.layout_options = layout_options or LayoutOptions()
     if check_replicas_every:
         _add_replica_check(recipe, check_replicas_every)
     return recipe
@@ -88,6 +92,7 @@ def request_from_recipe(
     degrees: Sequence[int] | None = None,
     allow_dropped_replicas: bool = False,
     reference_tensor_parallel_size: int | None = None,
+    layout_options: LayoutOptions | None = None,
 ) -> PlanRequest:
     """What to plan for a recipe, read off its tree.
 
@@ -108,6 +113,7 @@ def request_from_recipe(
         allow_dropped_replicas=allow_dropped_replicas,
         reference_tensor_parallel_size=reference_tensor_parallel_size,
         sequence_parallel=bool(value_at(strategy, "sequence_parallel", False)),
+        options=layout_options or LayoutOptions(),
     )
 
 
@@ -226,6 +232,7 @@ def _uneven_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         "degrees": None if uneven_tp["degrees"] is None else tuple(uneven_tp["degrees"]),
         "allow_dropped_replicas": uneven_tp["allow_dropped_replicas"],
         "reference_tensor_parallel_size": config["model"]["reference_tensor_parallel_size"],
+        "layout_options": LayoutOptions.of(uneven_tp),
     }
 
 

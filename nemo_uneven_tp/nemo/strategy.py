@@ -31,6 +31,7 @@ from nemo_uneven_tp.distributed_data_parallel import UnevenDistributedDataParall
 from nemo_uneven_tp.errors import UnsupportedError, UserError
 from nemo_uneven_tp.finalize_grads import finalize_model_grads
 from nemo_uneven_tp.initial_weights import broadcast_by_segment
+from nemo_uneven_tp.layout_options import LayoutOptions
 from nemo_uneven_tp.nemo import patches
 from nemo_uneven_tp.nemo.checkpoint import CheckedCheckpoints, read_on_cpu
 from nemo_uneven_tp.nemo.cluster_environment import UnevenClusterEnvironment
@@ -67,6 +68,7 @@ class UnevenMegatronStrategy(CheckedCheckpoints, nl.MegatronStrategy):
         failed_ranks: nominal ranks that are gone; their processes leave with exit code 0.
         degrees: instead of ``failed_ranks``, the degree of each replica.
         allow_dropped_replicas: whether a replica with no living rank may be dropped.
+        layout_options: how cells cut their work (:class:`.layout_options.LayoutOptions`).
         reference_tensor_parallel_size: the undamaged layout whose padded vocabulary and
             initial weights to reproduce (default: the nominal one where it can exist).
         expected_plan_digest: if given, the plan must have this digest.
@@ -83,6 +85,7 @@ class UnevenMegatronStrategy(CheckedCheckpoints, nl.MegatronStrategy):
         allow_dropped_replicas: bool = False,
         reference_tensor_parallel_size: int | None = None,
         expected_plan_digest: str | None = None,
+        layout_options: LayoutOptions | None = None,
         **stock: Any,
     ) -> None:
         self.failed_ranks = tuple(failed_ranks)
@@ -90,6 +93,7 @@ class UnevenMegatronStrategy(CheckedCheckpoints, nl.MegatronStrategy):
         self.allow_dropped_replicas = allow_dropped_replicas
         self.reference_tensor_parallel_size = reference_tensor_parallel_size
         self.expected_plan_digest = expected_plan_digest
+        self.layout_options = layout_options or LayoutOptions()
         self.plan: Plan | None = None
         self._environment: ClusterEnvironment | None = None
         super().__init__(*args, **stock)
@@ -244,6 +248,7 @@ class UnevenMegatronStrategy(CheckedCheckpoints, nl.MegatronStrategy):
                 allow_dropped_replicas=self.allow_dropped_replicas,
                 reference_tensor_parallel_size=self.reference_tensor_parallel_size,
                 sequence_parallel=self.sequence_parallel,
+                options=self.layout_options,
             )
         )
         if self.expected_plan_digest not in (None, plan.digest):

@@ -29,6 +29,7 @@ from nemo_uneven_tp.batch import assign_micro_batches
 from nemo_uneven_tp.distributed_data_parallel import UnevenDistributedDataParallel
 from nemo_uneven_tp.finalize_grads import finalize_model_grads
 from nemo_uneven_tp.layer_specs import build_gpt_model
+from nemo_uneven_tp.layout_options import LayoutOptions
 from nemo_uneven_tp.model_shape import ModelShape, cut_of
 from nemo_uneven_tp.optimizer import get_uneven_optimizer
 from nemo_uneven_tp.parallel_state import (
@@ -67,6 +68,7 @@ class Case:
     initial_loss_scale: float = 2.0**32
     reference: int | None = 1
     learnable: bool = False
+    options: LayoutOptions = LayoutOptions()
 
     def plan(self) -> Plan:
         """The plan of the uneven run."""
@@ -81,6 +83,7 @@ class Case:
                 degrees=self.degrees,
                 reference_tensor_parallel_size=self.reference,
                 sequence_parallel=self.sequence_parallel,
+                options=self.options,
             )
         )
 

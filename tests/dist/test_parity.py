@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
+from nemo_uneven_tp.layout_options import LayoutOptions
 from tests.dist.parity import (
     Case,
     canonical,
@@ -75,3 +77,18 @@ def test_distributed_optimizer_matches_one_process(ranks: RankPool, seed: int) -
     """ZeRO-1 over sync groups: losses within 1e-5 of stock without it, replicas bitwise."""
     case = draw_case(seed, distributed_optimizer=True)
     check(ranks, replace(case, steps=6, optimizer="sgd" if seed % 5 == 0 else "adam"))
+
+
+@pytest.mark.parametrize("seed", range(200, 210))
+def test_speeds_of_ranks_match_one_process(ranks: RankPool, seed: int) -> None:
+    """Shares in proportion to speeds, equal degrees too, with and without sharded optimizers."""
+    rng = random.Random(seed)
+    case = draw_case(seed, distributed_optimizer=rng.random() < 0.5)
+    if rng.random() < 0.5:
+        degree = rng.choice([2, 3])
+        case = replace(case, degrees=(degree,) * rng.randint(1, 2))
+    nominal = max(case.degrees)
+    speeds = [rng.choice([1.0, 1.0, 0.7, 0.3]) for _ in range(nominal * len(case.degrees))]
+    speeds[0] = 0.6
+    case = replace(case, options=LayoutOptions(rank_speeds=speeds), steps=2)
+    check(ranks, case)
