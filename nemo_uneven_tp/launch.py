@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from nemo_uneven_tp import processes
 from nemo_uneven_tp.errors import USER_ERROR_EXIT_CODE, UnevenTPError, UserError
 from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.run_files import LOG_FILE
@@ -76,6 +77,7 @@ def launch(
         tempfile.TemporaryDirectory(prefix="uneven-tp-") as messages,
         _environment(_worker_environment(accelerator, threads_per_rank)),
         _standard_error_to(log),
+        _leaving_no_process(),
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -118,6 +120,17 @@ def _worker_environment(accelerator: str, threads_per_rank: int) -> dict[str, st
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
         variables["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that does not resolve does no harm
     return variables
+
+
+@contextmanager
+def _leaving_no_process() -> Iterator[None]:
+    """Kill what workers have left behind, such as writers of checkpoints of a killed one."""
+    processes.become_subreaper()
+    before = processes.descendants()
+    try:
+        yield
+    finally:
+        processes.kill_descendants(spare={*before, *processes.helpers()})
 
 
 @contextmanager

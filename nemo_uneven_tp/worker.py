@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any, cast
 
-from nemo_uneven_tp import failure, ranks
+from nemo_uneven_tp import failure, processes, ranks
 from nemo_uneven_tp.errors import USER_ERROR_EXIT_CODE, UserError
 from nemo_uneven_tp.nemo import logs
 from nemo_uneven_tp.plan import Plan
@@ -30,6 +30,7 @@ def main(run_dir: str) -> int:
     Returns the exit code: 0 also for a rank that is not part of the run.
     """
     folder = Path(run_dir)
+    processes.forked_children_die_with_us()
     try:
         config, plan = read(folder)
         rank = _enter(plan)
@@ -120,6 +121,8 @@ def _end_children() -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m nemo_uneven_tp.worker RUN_DIR")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        processes.die_with_parent()  # a launcher that was killed must not leave a job behind
     exit_code = main(sys.argv[1])
     _end_children()
     sys.stdout.flush()

@@ -25,7 +25,7 @@ from nemo.lightning import _strategy_lib
 from nemo.lightning.pytorch.optim import CosineAnnealingScheduler
 
 from nemo_uneven_tp import cpu_mode
-from nemo_uneven_tp.checkpoint import stock_fixes
+from nemo_uneven_tp.checkpoint import stock_fixes, writers
 from nemo_uneven_tp.checkpoint.files import FOLDER, complete_from
 from nemo_uneven_tp.errors import UserError
 from nemo_uneven_tp.initial_weights import StockReferenceInit
@@ -198,6 +198,7 @@ def build_resume(
     saves = config["checkpoint"]["every_n_steps"] is not None
     if saves or resume["auto"] or resume["from"] is not None:
         stock_fixes.apply()
+        writers.end_with_this_process()
         read_on_cpu()
     is_rank_0 = int(os.environ.get("RANK", "0")) == 0
 

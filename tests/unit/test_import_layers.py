@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "nemo_uneven_tp"
 PURE = "errors shares model_shape plan topology planner batch ranks text_files versions events "
-PURE += "costs layout_options speeds"
+PURE += "costs layout_options speeds processes"
 NEMO = {"nemo", "nemo_run", "fiddle", "lightning", "hydra", "omegaconf"}
 HEAVY = NEMO | {"torch", "megatron"}
 AROUND = {
