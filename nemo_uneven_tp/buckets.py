@@ -58,16 +58,17 @@ def make_buckets(
     """
     limit = bucket_size or DEFAULT_BUCKET_SIZE
     buckets: list[Bucket] = []
+    leaders = plan.leaders(plan.location(rank)[0].stage)
     replicated: dict[torch.dtype, Bucket] = {}
     current, filled = Bucket([]), 0
     current_dtype: torch.dtype | None = None
     for name, param in reversed(named_params):
         if cut_of(name, plan.model) is None:
             together = replicated.setdefault(
-                param.dtype, Bucket([], {plan.leaders: []}, replicated=True)
+                param.dtype, Bucket([], {leaders: []}, replicated=True)
             )
             together.params.append(param)
-            together.pieces[plan.leaders] += [
+            together.pieces[leaders] += [
                 (param, piece) for piece in pieces_of(plan, rank, name, param.shape)
             ]
             continue
@@ -79,7 +80,7 @@ def make_buckets(
         for piece in pieces_of(plan, rank, name, param.shape):
             assert piece.segment is not None
             current.pieces.setdefault(piece.segment.owners, []).append((param, piece))
-        filled += _largest_share(plan, name, param)
+        filled += _largest_share(plan, rank, name, param)
     if current.params:
         buckets.append(current)
     order = {group.ranks: i for i, group in enumerate(plan.sync_groups)}
@@ -112,7 +113,7 @@ def place_gradients(buckets: Sequence[Bucket], memory: torch.Tensor) -> None:
         bucket.grads = memory[start:offset]
 
 
-def _largest_share(plan: Plan, name: str, param: torch.nn.Parameter) -> int:
+def _largest_share(plan: Plan, rank: int, name: str, param: torch.nn.Parameter) -> int:
     cut = cut_of(name, plan.model)
     assert cut is not None
     others = param.numel() // param.shape[cut.dim]

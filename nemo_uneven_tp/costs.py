@@ -5,7 +5,8 @@ values, halved by causality (the count of arXiv 2205.05198, appendix A). Backwar
 the forward for every rank, so it does not change proportions.
 
 The ranks of a cell meet after every part (an all-reduce, or a reduce-scatter), so a cell's
-time is the sum over parts of its slowest rank's.
+time is the sum over parts of its slowest rank's. With several pipeline stages, a cell's and a
+rank's numbers are those of its stage.
 """
 
 from __future__ import annotations
@@ -59,25 +60,28 @@ def model_flops_per_token(model: ModelShape, vocab_size: int) -> float:
     return model.num_layers * (attention + mlp) + output_flops(model, vocab_size)
 
 
-def rank_flops_per_token(model: ModelShape, cell: Cell, tp_rank: int) -> float:
+def rank_flops_per_token(model: ModelShape, cell: Cell, tp_rank: int, stages: int = 1) -> float:
     """Forward FLOPs per token of one rank: its matrix products and its attention scores."""
     parts = part_flops_per_token(model, cell, tp_rank)
-    return sum(flops * _times(model, part) for part, flops in parts.items())
+    return sum(flops * _times(model, part, cell, stages) for part, flops in parts.items())
 
 
-def rank_time(model: ModelShape, cell: Cell, tp_rank: int) -> float:
+def rank_time(model: ModelShape, cell: Cell, tp_rank: int, stages: int = 1) -> float:
     """FLOPs per token of a rank over its speed: its compute time, in FLOPs of a healthy rank."""
-    return rank_flops_per_token(model, cell, tp_rank) / cell.speed(tp_rank)
+    return rank_flops_per_token(model, cell, tp_rank, stages) / cell.speed(tp_rank)
 
 
-def cell_time(model: ModelShape, cell: Cell) -> float:
+def cell_time(model: ModelShape, cell: Cell, stages: int = 1) -> float:
     """Compute time per token of a cell, in FLOPs of a healthy rank."""
     ranks = [part_flops_per_token(model, cell, i) for i in range(cell.degree)]
     return sum(
-        _times(model, part) * max(parts[part] / cell.speed(i) for i, parts in enumerate(ranks))
+        _times(model, part, cell, stages)
+        * max(parts[part] / cell.speed(i) for i, parts in enumerate(ranks))
         for part in Part
     )
 
 
-def _times(model: ModelShape, part: Part) -> int:
-    return 1 if part is Part.OUTPUT else model.num_layers
+def _times(model: ModelShape, part: Part, cell: Cell, stages: int) -> int:
+    if part is Part.OUTPUT:
+        return int(cell.stage == stages - 1)
+    return model.num_layers // stages

@@ -123,7 +123,7 @@ def broadcast_by_segment(module: torch.nn.Module, state: UnevenState, source: in
     for ranks, views in by_group.items():
         _broadcast(views, ranks[source], state.sync_groups[ranks])
     if state.leaders is not None:
-        _broadcast(replicated, plan.leaders[source], state.leaders)
+        _broadcast(replicated, plan.leaders(state.cell.stage)[source], state.leaders)
     if state.cell.degree > 1:
         _broadcast(replicated, state.cell.ranks[0], state.tp_group)
 

@@ -15,6 +15,15 @@ from nemo_uneven_tp.shares import Axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayers:
+    """What one pipeline stage holds: numbers of its layers, embedding (first), output (last)."""
+
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Sizes of a dense GPT, named as in NeMo's ``GPTConfig``.
 
@@ -55,6 +64,21 @@ class ModelShape:
             return self.vocab_size
         multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
         return -(-self.vocab_size // multiple) * multiple
+
+    def stage_layers(self, stage: int, stages: int, chunks: int = 1) -> StageLayers:
+        """What stage ``stage`` of ``stages`` holds, cut as stock Megatron cuts.
+
+        Args:
+            chunks: virtual stages (model chunks) per stage; chunk c of all stages comes before
+                chunk c + 1 of the first.
+        """
+        each = self.num_layers // (stages * chunks)
+        starts = [(chunk * stages + stage) * each for chunk in range(chunks)]
+        return StageLayers(
+            layers=tuple(layer for start in starts for layer in range(start, start + each)),
+            first=stage == 0,
+            last=stage == stages - 1,
+        )
 
     def units(self, axis: Axis, padded_vocab_size: int) -> int:
         """How many units ``axis`` has."""
@@ -120,8 +144,17 @@ def cut_of(name: str, shape: ModelShape) -> Cut | None:
     return None
 
 
-def parameters(shape: ModelShape, padded_vocab_size: int) -> Iterator[Parameter]:
-    """Every parameter of the whole model, in Megatron's order (local layer spec names)."""
+def parameters(
+    shape: ModelShape, padded_vocab_size: int, stage: StageLayers | None = None
+) -> Iterator[Parameter]:
+    """Every parameter of the model, in Megatron's order (local layer spec names).
+
+    Args:
+        stage: only what this pipeline stage holds. Layers keep their number in the model; the
+            last stage has an output layer of its own, tied to the embedding or not.
+    """
+    if stage is None:
+        stage = shape.stage_layers(0, 1)
     hidden = shape.hidden_size
     qkv_rows = shape.num_query_groups * (shape.heads_per_group + 2) * shape.kv_channels
     projected = shape.num_attention_heads * shape.kv_channels
@@ -135,10 +168,11 @@ def parameters(shape: ModelShape, padded_vocab_size: int) -> Iterator[Parameter]
         if shape.normalization == "LayerNorm":
             yield named(f"{name}.bias", size)
 
-    yield named("embedding.word_embeddings.weight", padded_vocab_size, hidden)
-    if shape.position_embedding_type == "learned_absolute":
-        yield named("embedding.position_embeddings.weight", shape.seq_length, hidden)
-    for layer in range(shape.num_layers):
+    if stage.first:
+        yield named("embedding.word_embeddings.weight", padded_vocab_size, hidden)
+        if shape.position_embedding_type == "learned_absolute":
+            yield named("embedding.position_embeddings.weight", shape.seq_length, hidden)
+    for layer in stage.layers:
         prefix = f"decoder.layers.{layer}"
         yield from norm(f"{prefix}.input_layernorm")
         yield named(f"{prefix}.self_attention.linear_proj.weight", hidden, projected)
@@ -157,6 +191,8 @@ def parameters(shape: ModelShape, padded_vocab_size: int) -> Iterator[Parameter]
         yield named(f"{prefix}.mlp.linear_fc2.weight", hidden, shape.ffn_hidden_size)
         if shape.add_bias_linear:
             yield named(f"{prefix}.mlp.linear_fc2.bias", hidden)
+    if not stage.last:
+        return
     yield from norm("decoder.final_layernorm")
-    if not shape.share_embeddings_and_output_weights:
+    if not shape.share_embeddings_and_output_weights or not stage.first:
         yield named("output_layer.weight", padded_vocab_size, hidden)

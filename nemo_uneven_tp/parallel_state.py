@@ -33,8 +33,8 @@ class UnevenState:
     """The plan as seen from this rank, with its process groups.
 
     ``sync_groups`` maps the ranks of each sync group this rank belongs to, in the plan's
-    order, to its process group. ``leaders`` is the group of the first ranks of all cells
-    (``None`` on the others).
+    order, to its process group. ``leaders`` is the group of the first ranks of all cells of
+    this stage (``None`` on the others).
     """
 
     plan: Plan
@@ -51,8 +51,8 @@ class UnevenState:
 
     @property
     def leaders(self) -> dist.ProcessGroup | None:
-        """Group of the first ranks of all cells, ``None`` on other ranks."""
-        return self.sync_groups[self.plan.leaders] if self.is_leader else None
+        """Group of the first ranks of all cells of this stage, ``None`` on other ranks."""
+        return self.sync_groups[self.plan.leaders(self.cell.stage)] if self.is_leader else None
 
 
 _STATE: UnevenState | None = None

@@ -6,23 +6,25 @@ without a process group, is the same on every rank, and travels as JSON.
 
 Words: **cell** (replica r, stage p): the ranks that hold stage p of replica r. **Nominal
 rank**: a rank's number in the stock, undamaged layout; **compact rank**: its number among
-the living. **Sync group**: the ranks, one per replica, that own the same segments.
+the living. **Sync group**: the ranks, one per replica, that own the same segments of a stage.
+Embedding and output weights that are tied but lie in different stages are one tensor: their
+segments have an owner in both stages of every replica.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 from nemo_uneven_tp.errors import UserError
-from nemo_uneven_tp.model_shape import ModelShape
+from nemo_uneven_tp.model_shape import ModelShape, StageLayers
 from nemo_uneven_tp.shares import Axis, Boundaries, cut_points, owner_index
 
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Units ``[start, stop)`` of ``axis``; ``owners[r]`` is their compact rank in replica r."""
+    """Units ``[start, stop)`` of ``axis``; ``owners[r]`` is their compact rank in replica r.
+
+    The vocabulary of tied embeddings that lie in different stages has two owners per replica:
+    first those of the first stage in replica order, then those of the last.
+    """
 
     axis: Axis
     start: int
@@ -69,7 +75,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncGroup:
-    """The ranks, one per replica in replica order, that own ``segments`` together."""
+    """The ranks, in the order of the segments' owners, that own ``segments`` together."""
 
     ranks: tuple[int, ...]
     segments: tuple[Segment, ...]
@@ -82,6 +88,7 @@ class Plan:
     ``vocab_size`` is the stock padded vocabulary at ``reference_tensor_parallel_size``, the
     undamaged layout whose vocabulary and initial weights the run reproduces.
     ``micro_batches[r]`` is the number of micro-batches replica r computes per global batch.
+    ``cells`` is in the order of compact ranks: all replicas of stage 0, then of stage 1, ...
     """
 
     model: ModelShape
@@ -96,6 +103,8 @@ class Plan:
     global_batch_size: int
     micro_batches: tuple[int, ...]
     sequence_parallel: bool = False
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
     format: int = field(default=PLAN_FORMAT)
 
     @cached_property
@@ -106,12 +115,50 @@ class Plan:
     @property
     def replicas(self) -> int:
         """Number of living data-parallel replicas."""
-        return len(self.cells)
+        return len(self.cells) // self.stages
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.pipeline_model_parallel_size
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Tensor-parallel degree of each replica."""
+        """Tensor-parallel degree of each cell; with one stage, of each replica."""
         return tuple(cell.degree for cell in self.cells)
+
+    @property
+    def degree_table(self) -> list[int] | list[list[int]]:
+        """Degrees as ``uneven_tp.degrees`` takes them: per replica, with stages a row each."""
+        if self.stages == 1:
+            return list(self.degrees)
+        return [
+            [self.cell(replica, stage).degree for stage in range(self.stages)]
+            for replica in range(self.replicas)
+        ]
+
+    def cell(self, replica: int, stage: int = 0) -> Cell:
+        """The cell of stage ``stage`` of replica ``replica``."""
+        return self.cells[stage * self.replicas + replica]
+
+    def cells_of_stage(self, stage: int) -> tuple[Cell, ...]:
+        """The cells of a stage, in replica order."""
+        return self.cells[stage * self.replicas : (stage + 1) * self.replicas]
+
+    def cells_of_replica(self, replica: int) -> tuple[Cell, ...]:
+        """The cells of a replica, in stage order."""
+        return self.cells[replica :: self.replicas]
+
+    def layers(self, stage: int) -> StageLayers:
+        """Which layers stage ``stage`` holds, and whether embedding and output are there."""
+        return self.model.stage_layers(
+            stage, self.stages, self.virtual_pipeline_model_parallel_size or 1
+        )
+
+    @property
+    def ties_stages(self) -> bool:
+        """Whether the tied embedding and output weights lie in different stages."""
+        return self.stages > 1 and self.model.share_embeddings_and_output_weights
 
     @property
     def num_micro_batches(self) -> int:
@@ -120,12 +167,12 @@ class Plan:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all replicas are alike, so that stock gradient sync is exact and enough."""
+        """Whether all cells are alike, so that stock gradient sync is exact and enough."""
         return self.same_shares and len(set(self.micro_batches)) == 1
 
     @property
     def same_shares(self) -> bool:
-        """Whether all replicas cut every axis alike: rank i of each has the same share."""
+        """Whether all cells cut every axis alike: rank i of each has the same share."""
         return all(cell.shares == self.cells[0].shares for cell in self.cells)
 
     @cached_property
@@ -160,46 +207,59 @@ class Plan:
         cell, tp_rank = self.location(rank)
         return cell.nominal_ranks[tp_rank]
 
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        """The first rank of each cell, in replica order: replicated parameters meet here."""
-        return tuple(cell.ranks[0] for cell in self.cells)
+    def leaders(self, stage: int = 0) -> tuple[int, ...]:
+        """The first rank of each cell of a stage, in replica order.
+
+        Replicated parameters of the stage meet here.
+        """
+        return tuple(cell.ranks[0] for cell in self.cells_of_stage(stage))
 
     def units(self, axis: Axis) -> int:
         """How many units ``axis`` has."""
         return self.model.units(axis, self.vocab_size)
 
     @cached_property
-    def _segments(self) -> dict[Axis, tuple[Segment, ...]]:
-        segments: dict[Axis, tuple[Segment, ...]] = {}
-        for axis in Axis:
-            distinct: dict[Boundaries, list[Cell]] = {}
-            for cell in self.cells:
-                distinct.setdefault(cell.shares[axis], []).append(cell)
-            found = []
-            for start, stop in cut_points(list(distinct)):
-                index = {b: owner_index(b, start) for b in distinct}
-                owners = tuple(cell.ranks[index[cell.shares[axis]]] for cell in self.cells)
-                found.append(Segment(axis=axis, start=start, stop=stop, owners=owners))
-            segments[axis] = tuple(found)
-        return segments
+    def _segments(self) -> dict[tuple[Axis, int], tuple[Segment, ...]]:
+        last = self.stages - 1
+        found = {
+            (axis, stage): _cut(axis, self.cells_of_stage(stage))
+            for stage in range(self.stages)
+            for axis in Axis
+            if axis is not Axis.VOCAB or stage in (0, last)
+        }
+        if self.ties_stages:
+            tied = _cut(Axis.VOCAB, self.cells_of_stage(0) + self.cells_of_stage(last))
+            found[Axis.VOCAB, 0] = found[Axis.VOCAB, last] = tied
+        return found
 
-    def segments(self, axis: Axis) -> tuple[Segment, ...]:
-        """The segments of ``axis``, in order; together they cover all its units once."""
-        return self._segments[axis]
+    def segments(self, axis: Axis, stage: int = 0) -> tuple[Segment, ...]:
+        """The segments of ``axis`` in a stage, in order; together they cover its units once.
+
+        None for the vocabulary in stages that hold neither embedding nor output.
+        """
+        return self._segments.get((axis, stage), ())
+
+    def owner(self, segment: Segment, cell: Cell) -> int:
+        """The compact rank of ``cell`` that owns ``segment`` of its stage."""
+        tied = len(segment.owners) > self.replicas and cell.stage > 0
+        return segment.owners[cell.replica + (self.replicas if tied else 0)]
 
     @cached_property
     def sync_groups(self) -> tuple[SyncGroup, ...]:
         """Every sync group once, in one order that is the same on all ranks.
 
-        At most one per distinct share boundary, plus the leaders' group, which is always
-        the first: it also carries the replicated parameters (with no segments if none
-        belong to it).
+        Per stage, at most one per distinct share boundary, plus the leaders' group, which is
+        the first of its stage: it also carries the replicated parameters (with no segments if
+        none belong to it).
         """
-        by_ranks: dict[tuple[int, ...], list[Segment]] = {self.leaders: []}
-        for axis in Axis:
-            for segment in self.segments(axis):
-                by_ranks.setdefault(segment.owners, []).append(segment)
+        by_ranks: dict[tuple[int, ...], list[Segment]] = {}
+        for stage in range(self.stages):
+            by_ranks.setdefault(self.leaders(stage), [])
+            for axis in Axis:
+                if axis is Axis.VOCAB and stage > 0 and self.ties_stages:
+                    continue  # the first stage's segments are those of the last, too
+                for segment in self.segments(axis, stage):
+                    by_ranks.setdefault(segment.owners, []).append(segment)
         return tuple(
             SyncGroup(ranks=ranks, segments=tuple(segments)) for ranks, segments in by_ranks.items()
         )
@@ -263,3 +323,16 @@ class Plan:
         except json.JSONDecodeError as error:
             raise UserError(f"plan.json: not JSON ({error}); make it again") from error
         return cls.from_dict(data)
+
+
+def _cut(axis: Axis, cells: Sequence[Cell]) -> tuple[Segment, ...]:
+    """The segments of ``axis`` over ``cells``, with one owner in each of them."""
+    distinct: dict[Boundaries, list[Cell]] = {}
+    for cell in cells:
+        distinct.setdefault(cell.shares[axis], []).append(cell)
+    found = []
+    for start, stop in cut_points(list(distinct)):
+        index = {b: owner_index(b, start) for b in distinct}
+        owners = tuple(cell.ranks[index[cell.shares[axis]]] for cell in cells)
+        found.append(Segment(axis=axis, start=start, stop=stop, owners=owners))
+    return tuple(found)

@@ -1,7 +1,8 @@
 """From what the user asks for to a :class:`~nemo_uneven_tp.plan.Plan` (pure).
 
 :func:`make_plan` checks the request, finds the living replicas, gives every rank its share
-of each axis, and splits the micro-batches over replicas in proportion to what each can do.
+of each axis, and splits the micro-batches over replicas in proportion to what the slowest
+stage of each can do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nemo_uneven_tp.shares import (
     weighted_boundaries,
 )
 from nemo_uneven_tp.speeds import cell_speeds, speed_table
-from nemo_uneven_tp.topology import Topology, make_topology
+from nemo_uneven_tp.topology import Degrees, Topology, make_topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +38,12 @@ class PlanRequest:
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
     failed_ranks: Sequence[int] = ()
-    degrees: Sequence[int] | None = None
+    degrees: Degrees | None = None
     allow_dropped_replicas: bool = False
     reference_tensor_parallel_size: int | None = None
     sequence_parallel: bool = False
     options: LayoutOptions = LayoutOptions()
+    virtual_pipeline_model_parallel_size: int | None = None
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -62,8 +64,9 @@ def make_plan(request: PlanRequest) -> Plan:
         allow_dropped_replicas=request.allow_dropped_replicas,
     )
     sequence_parallel = request.sequence_parallel and request.tensor_model_parallel_size > 1
-    for ranks in topology.replicas:
-        _check_degree(model, len(ranks), sequence_parallel)
+    _check_stages(request)
+    for degree in _degrees(topology):
+        _check_degree(model, degree, sequence_parallel)
     reference = _reference_degree(
         model, request.reference_tensor_parallel_size, request.tensor_model_parallel_size
     )
@@ -83,6 +86,8 @@ def make_plan(request: PlanRequest) -> Plan:
         global_batch_size=request.global_batch_size,
         micro_batches=_split_batch(request, cells, vocab_size),
         sequence_parallel=sequence_parallel,
+        pipeline_model_parallel_size=request.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=request.virtual_pipeline_model_parallel_size,
     )
 
 
@@ -116,25 +121,32 @@ def _cells(
 ) -> tuple[Cell, ...]:
     shares_of: dict[tuple[int, tuple[float, ...]], dict[Axis, Boundaries]] = {}
     cells, next_rank = [], 0
-    for replica, nominal_ranks in enumerate(topology.replicas):
-        degree = len(nominal_ranks)
-        speeds = cell_speeds(table, nominal_ranks)
-        kind = (degree, speeds)
-        if kind not in shares_of:
-            shares_of[kind] = share_boundaries(model, degree, vocab_size, speeds)
-        cells.append(
-            Cell(
-                replica=replica,
-                nominal_replica=topology.nominal_replicas[replica],
-                stage=0,
-                ranks=tuple(range(next_rank, next_rank + degree)),
-                nominal_ranks=nominal_ranks,
-                shares=shares_of[kind],
-                speeds=speeds,
+    for stage in range(len(topology.cells[0])):
+        for replica, nominal_replica in enumerate(topology.nominal_replicas):
+            nominal_ranks = topology.cells[replica][stage]
+            degree = len(nominal_ranks)
+            speeds = cell_speeds(table, nominal_ranks)
+            kind = (degree, speeds)
+            if kind not in shares_of:
+                shares_of[kind] = share_boundaries(model, degree, vocab_size, speeds)
+            cells.append(
+                Cell(
+                    replica=replica,
+                    nominal_replica=nominal_replica,
+                    stage=stage,
+                    ranks=tuple(range(next_rank, next_rank + degree)),
+                    nominal_ranks=nominal_ranks,
+                    shares=shares_of[kind],
+                    speeds=speeds,
+                )
             )
-        )
-        next_rank += degree
+            next_rank += degree
     return tuple(cells)
+
+
+def _degrees(topology: Topology) -> list[int]:
+    """The distinct degrees of all cells."""
+    return sorted({len(ranks) for stages in topology.cells for ranks in stages})
 
 
 def _split_batch(request: PlanRequest, cells: Sequence[Cell], vocab_size: int) -> tuple[int, ...]:
@@ -148,18 +160,22 @@ def _split_batch(request: PlanRequest, cells: Sequence[Cell], vocab_size: int) -
             "change one of them"
         )
     total = whole // micro
-    if total < len(cells):
+    stages = request.pipeline_model_parallel_size
+    replicas = len(cells) // stages
+    if total < replicas:
         raise UserError(
             f"data.global_batch_size={whole} makes {total} micro-batches of "
-            f"data.micro_batch_size={micro}, too few for {len(cells)} replicas to get one each; "
+            f"data.micro_batch_size={micro}, too few for {replicas} replicas to get one each; "
             "make the global batch larger or the micro-batch smaller"
         )
-    times: dict[tuple[int, tuple[float, ...]], float] = {}
+    times: dict[tuple[int, int, tuple[float, ...]], float] = {}
+    slowest = [0.0] * replicas
     for cell in cells:
-        if (cell.degree, cell.speeds) not in times:
-            times[cell.degree, cell.speeds] = cell_time(request.model, cell)
-    throughputs = [1.0 / times[cell.degree, cell.speeds] for cell in cells]
-    return tuple(largest_remainder(total, throughputs, minimum=1))
+        kind = (cell.stage, cell.degree, cell.speeds)
+        if kind not in times:
+            times[kind] = cell_time(request.model, cell, stages)
+        slowest[cell.replica] = max(slowest[cell.replica], times[kind])
+    return tuple(largest_remainder(total, [1.0 / time for time in slowest], minimum=1))
 
 
 def _reference_degree(model: ModelShape, asked: int | None, nominal: int) -> int:
@@ -177,6 +193,31 @@ def _reference_degree(model: ModelShape, asked: int | None, nominal: int) -> int
             f"model.ffn_hidden_size={model.ffn_hidden_size}; 1 always works"
         )
     return asked
+
+
+def _check_stages(request: PlanRequest) -> None:
+    stages = request.pipeline_model_parallel_size
+    chunks = request.virtual_pipeline_model_parallel_size
+    if chunks is not None:
+        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+            raise UserError(
+                f"strategy.virtual_pipeline_model_parallel_size={chunks} must be an integer of at "
+                "least 1, or null"
+            )
+        if stages == 1:
+            raise UserError(
+                f"strategy.virtual_pipeline_model_parallel_size={chunks} needs "
+                "strategy.pipeline_model_parallel_size of at least 2; set it to null"
+            )
+    parts = stages * (chunks or 1)
+    if request.model.num_layers % parts:
+        what = f"strategy.pipeline_model_parallel_size={stages}"
+        if chunks is not None:
+            what += f" x strategy.virtual_pipeline_model_parallel_size={chunks}"
+        raise UserError(
+            f"model.num_layers={request.model.num_layers} is not a multiple of {what}; every stage "
+            "needs equally many layers, so change one of them"
+        )
 
 
 def _check_degree(model: ModelShape, degree: int, sequence_parallel: bool) -> None:

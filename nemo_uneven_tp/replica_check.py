@@ -113,7 +113,7 @@ def _by_group(
                     continue
                 entries[()].append(entry)
                 if state.is_leader:
-                    entries[state.plan.leaders].append(entry)
+                    entries[state.plan.leaders(state.cell.stage)].append(entry)
     return entries
 
 

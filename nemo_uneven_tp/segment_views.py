@@ -89,8 +89,8 @@ def pieces_of(plan: Plan, rank: int, name: str, shape: Sequence[int]) -> list[Pi
     first = cell.shares[cut.axis][tp_rank]
     run_length = extent // cut.runs
     found = []
-    for segment in plan.segments(cut.axis):
-        if segment.owners[cell.replica] != rank:
+    for segment in plan.segments(cut.axis, cell.stage):
+        if plan.owner(segment, cell) != rank:
             continue
         offset = (segment.start - first) * cut.per_unit
         found.append(

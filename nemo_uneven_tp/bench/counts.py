@@ -105,7 +105,7 @@ def rank_counts(plan: Plan, settings: Settings) -> list[RankCounts]:
                 make = _stock_bytes if plan.is_uniform else _segment_bytes
                 alike[kind] = make(plan, settings, whole, buckets, cell, tp_rank)
             counts, optimizer_bytes = alike[kind]
-            flops = rank_time(plan.model, cell, tp_rank)
+            flops = rank_time(plan.model, cell, tp_rank, plan.stages)
             found.append(
                 RankCounts(
                     rank=rank,
@@ -339,8 +339,8 @@ def _packed(plan: Plan, bucket: Bucket, cell: Cell, tp_rank: int) -> list[int]:
     rank, found = cell.ranks[tp_rank], dict[Ranks, int]()
     for parameter in bucket:
         assert parameter.cut is not None
-        for segment in plan.segments(parameter.cut.axis):
-            if segment.owners[cell.replica] == rank:
+        for segment in plan.segments(parameter.cut.axis, cell.stage):
+            if plan.owner(segment, cell) == rank:
                 size = parameter.elements(segment.stop - segment.start)
                 found[segment.owners] = found.get(segment.owners, 0) + size
     return list(found.values())

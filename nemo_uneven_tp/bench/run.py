@@ -58,7 +58,7 @@ def bench(config: dict[str, Any], plan: Plan, *, counts_only: bool) -> Report:
         "name": config["name"],
         "counts": "computed" if measured is None else "measured",
         "why_computed": too_big,
-        "degrees": list(plan.degrees),
+        "degrees": plan.degree_table,
         "micro_batches": list(plan.micro_batches),
         "settings": asdict(settings),
         **summary(plan, settings, ranks),

@@ -205,7 +205,8 @@ def runs_of(
 def number_of(piece: Piece, plan: Plan) -> int:
     """The number of the piece's segment along its axis."""
     assert piece.segment is not None
-    return plan.segments(piece.segment.axis).index(piece.segment)
+    stage = plan.location(piece.segment.owners[0])[0].stage
+    return plan.segments(piece.segment.axis, stage).index(piece.segment)
 
 
 def turn(state: UnevenState, index: int) -> int:

@@ -15,7 +15,7 @@ def bench(arguments: Sequence[str]) -> int:
     from nemo_uneven_tp.bench.run import bench as run
     from nemo_uneven_tp.cli.bench_report import report_text
     from nemo_uneven_tp.config.compose import compose
-    from nemo_uneven_tp.config.request import plan_of
+    from nemo_uneven_tp.config.request import plan_of, refuse_stages
     from nemo_uneven_tp.config.validate import checked
 
     composed = compose("uneven-tp bench", [a for a in arguments if a not in _OWN_OPTIONS])
@@ -23,6 +23,7 @@ def bench(arguments: Sequence[str]) -> int:
         return 0
     config = checked(composed)
     plan = plan_of(config)
+    refuse_stages(plan)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     from nemo_uneven_tp.launch import WorkerFailedError
 

@@ -26,7 +26,7 @@ _AXES = {Axis.QUERY_GROUP: "query groups", Axis.FFN: "FFN columns", Axis.VOCAB: 
 
 LEGEND = """\
 nominal: a rank's number in the undamaged job; compact: its number among the living.
-degree: tensor-parallel ranks of the replica. Shares are first-last (count).
+degree: tensor-parallel ranks of the {cell}. Shares are first-last (count).
 micro-batches: computed by the replica per step, out of the whole global batch.
 holds: parameters, {parameter_bytes} bytes each, dummy vocabulary rows included.
 sends: gradients a rank hands to gradient sync per step, {gradient_bytes} bytes each: its own
@@ -69,12 +69,14 @@ def plan_text(name: str, made: Plan, precision: Precision) -> str:
     """The tables with their legend."""
     speeds = any(cell.speeds for cell in made.cells)
     legend = (LEGEND + (SPEED_LEGEND if speeds else "")).format(
-        parameter_bytes=precision.parameter_bytes, gradient_bytes=precision.gradient_bytes
+        cell="replica" if made.stages == 1 else "stage of the replica",
+        parameter_bytes=precision.parameter_bytes,
+        gradient_bytes=precision.gradient_bytes,
     )
     parts = [
         _summary(name, made),
         "Replicas\n" + _cells(made),
-        "Ranks\n" + _ranks(rank_reports(made, precision), made.world_size),
+        "Ranks\n" + _ranks(rank_reports(made, precision), made),
         _sync_groups(made),
         legend,
     ]
@@ -83,10 +85,11 @@ def plan_text(name: str, made: Plan, precision: Precision) -> str:
 
 def _summary(name: str, made: Plan) -> str:
     gone = f"gone: {ranks(made.failed_ranks)}" if made.failed_ranks else "none gone"
-    replicas = made.nominal_world_size // made.tensor_model_parallel_size
+    replicas = made.nominal_world_size // (made.tensor_model_parallel_size * made.stages)
+    stages = f" x PP{made.stages}" if made.stages > 1 else ""
     lines = [
         f"{name}: {made.world_size} of {made.nominal_world_size} ranks, {gone}; whole job: "
-        f"TP{made.tensor_model_parallel_size} x DP{replicas}",
+        f"TP{made.tensor_model_parallel_size}{stages} x DP{replicas}",
         f"{parameter_count(made) / 1e6:,.2f}M parameters; vocabulary of {made.vocab_size} rows, "
         f"padded and initialized as at TP{made.reference_tensor_parallel_size}",
         f"global batch: {made.global_batch_size} samples of {made.model.seq_length} tokens in "
@@ -100,28 +103,34 @@ def _summary(name: str, made: Plan) -> str:
 def _cells(made: Plan) -> str:
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, cell in enumerate(made.cells):
-        kind = (cell.degree, made.micro_batches[i])
+        kind = (cell.stage, cell.degree, made.micro_batches[cell.replica])
         alike.setdefault(kind if made.replicas > ROWS_SHOWN else (*kind, i), []).append(i)
-    rows = []
+    rows: list[tuple[object, ...]] = []
+    staged = made.stages > 1
     for members in alike.values():
         cells = [made.cells[i] for i in members]
         rows.append(
             (
-                ranks(members),
+                ranks([cell.replica for cell in cells]),
+                *([cells[0].stage] if staged else []),
                 _shortened(ranks([rank for cell in cells for rank in cell.nominal_ranks])),
                 _shortened(ranks([rank for cell in cells for rank in cell.ranks])),
                 cells[0].degree,
-                made.micro_batches[members[0]],
+                made.micro_batches[cells[0].replica],
             )
         )
-    return table(("replica", "nominal ranks", "compact ranks", "degree", "micro-batches"), rows)
+    stage = ["stage"] if staged else []
+    header = ["replica", *stage, "nominal ranks", "compact ranks", "degree", "micro-batches"]
+    return table(header, rows)
 
 
-def _ranks(reports: Sequence[RankReport], world_size: int) -> str:
+def _ranks(reports: Sequence[RankReport], made: Plan) -> str:
+    staged = made.stages > 1
     alike: dict[tuple[Any, ...], list[RankReport]] = {}
     for report in reports:
-        kind = (report.degree, report.tp_rank, report.speed, tuple(report.shares.values()))
-        key = kind if world_size > ROWS_SHOWN else (*kind, report.rank)
+        own = (report.speed, tuple(report.shares.values()))
+        kind = (report.stage, report.degree, report.tp_rank, *own)
+        key = kind if made.world_size > ROWS_SHOWN else (*kind, report.rank)
         alike.setdefault(key, []).append(report)
     rows = []
     with_speeds = any(report.speed != 1 for report in reports)
@@ -131,20 +140,28 @@ def _ranks(reports: Sequence[RankReport], world_size: int) -> str:
             (
                 _shortened(ranks([member.nominal_rank for member in members])),
                 _shortened(ranks([member.rank for member in members])),
+                *([first.stage] if staged else []),
                 f"{first.tp_rank} of {first.degree}",
-                *(_units(*first.shares[axis.value]) for axis in Axis),
+                *(
+                    _units(*first.shares[axis.value]) if made.segments(axis, first.stage) else "-"
+                    for axis in Axis
+                ),
                 size(first.parameter_bytes),
                 f"{size(first.sent_sharded_bytes)} + {size(first.sent_replicated_bytes)}",
                 *((f"{first.speed:.3g}", f"{first.time_over_ideal:.2f}") if with_speeds else ()),
             )
         )
-    header = ["nominal", "compact", "TP rank", *_AXES.values(), "holds", "sends (own + replicated)"]
+    stage = ["stage"] if staged else []
+    header = ["nominal", "compact", *stage, "TP rank", *_AXES.values()]
+    header += ["holds", "sends (own + replicated)"]
     if with_speeds:
         header += ["speed", "time/ideal"]
     return table(header, rows)
 
 
 def _sync_groups(made: Plan) -> str:
+    leaders = {made.leaders(stage) for stage in range(made.stages)}
+
     def carried(group: SyncGroup, axis: Axis) -> str:
         own = [segment for segment in group.segments if segment.axis is axis]
         return ", ".join(_units(segment.start, segment.stop) for segment in own) or "-"
@@ -153,7 +170,7 @@ def _sync_groups(made: Plan) -> str:
         (
             _shortened(ranks(group.ranks)),
             *(carried(group, axis) for axis in Axis),
-            "yes" if group.ranks == made.leaders else "-",
+            "yes" if group.ranks in leaders else "-",
         )
         for group in made.sync_groups
     ]

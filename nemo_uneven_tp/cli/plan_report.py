@@ -45,6 +45,7 @@ class RankReport:
     rank: int
     nominal_rank: int
     replica: int
+    stage: int
     degree: int
     tp_rank: int
     shares: dict[str, tuple[int, int]]
@@ -56,21 +57,23 @@ class RankReport:
 
 
 def parameter_count(plan: Plan) -> int:
-    """Parameters of the whole model, padded vocabulary included."""
+    """Parameters of the whole model, padded vocabulary included; tied ones count once."""
     return sum(parameter.elements() for parameter in parameters(plan.model, plan.vocab_size))
 
 
 def rank_reports(plan: Plan, precision: Precision) -> list[RankReport]:
     """A report for every living rank, in compact order."""
-    counts: dict[tuple[tuple[int, ...], int], tuple[int, int, int]] = {}
-    per_unit, replicated = _elements(plan)
+    counts: dict[tuple[tuple[int, ...], int, int], tuple[int, int, int]] = {}
+    elements = [_elements(plan, stage) for stage in range(plan.stages)]
     ideal = model_flops_per_token(plan.model, plan.vocab_size) * plan.num_micro_batches
     ideal /= sum(cell.speed(i) for cell in plan.cells for i in range(cell.degree))
     reports = []
     for cell in plan.cells:
+        per_unit, replicated = elements[cell.stage]
         for tp_rank, (rank, nominal) in enumerate(zip(cell.ranks, cell.nominal_ranks, strict=True)):
             shares = {axis: cell.share(axis, tp_rank) for axis in Axis}
-            key = (tuple(len(share) for share in shares.values()), _held_vocab_rows(cell))
+            lengths = tuple(len(share) for share in shares.values())
+            key = (lengths, _held_vocab_rows(cell), cell.stage)
             if key not in counts:
                 owned = sum(per_unit[axis] * len(share) for axis, share in shares.items())
                 dummies = _held_vocab_rows(cell) - len(shares[Axis.VOCAB])
@@ -78,22 +81,25 @@ def rank_reports(plan: Plan, precision: Precision) -> list[RankReport]:
                 counts[key] = (held, owned, replicated)
             held, owned, shared = counts[key]
             meets = plan.replicas > 1
+            tied = plan.ties_stages and not meets and cell.stage in (0, plan.stages - 1)
+            alone = per_unit[Axis.VOCAB] * len(shares[Axis.VOCAB]) if tied else 0
             shares_replicated = meets and (plan.is_uniform or tp_rank == 0)
             reports.append(
                 RankReport(
                     rank=rank,
                     nominal_rank=nominal,
                     replica=cell.replica,
+                    stage=cell.stage,
                     degree=cell.degree,
                     tp_rank=tp_rank,
                     shares={axis.value: (s.start, s.stop) for axis, s in shares.items()},
                     parameter_bytes=held * precision.parameter_bytes,
-                    sent_sharded_bytes=owned * precision.gradient_bytes if meets else 0,
+                    sent_sharded_bytes=(owned if meets else alone) * precision.gradient_bytes,
                     sent_replicated_bytes=(
                         shared * precision.gradient_bytes if shares_replicated else 0
                     ),
                     speed=cell.speed(tp_rank),
-                    time_over_ideal=rank_time(plan.model, cell, tp_rank)
+                    time_over_ideal=rank_time(plan.model, cell, tp_rank, plan.stages)
                     * plan.micro_batches[cell.replica]
                     / ideal,
                 )
@@ -113,10 +119,10 @@ def report_dict(plan: Plan, precision: Precision) -> dict[str, Any]:
     }
 
 
-def _elements(plan: Plan) -> tuple[dict[Axis, int], int]:
-    """Elements per unit of each axis, and elements of the replicated parameters."""
+def _elements(plan: Plan, stage: int) -> tuple[dict[Axis, int], int]:
+    """Elements per unit of each axis, and of the replicated parameters, in a stage."""
     per_unit, replicated = dict.fromkeys(Axis, 0), 0
-    for parameter in parameters(plan.model, plan.vocab_size):
+    for parameter in parameters(plan.model, plan.vocab_size, plan.layers(stage)):
         if parameter.cut is None:
             replicated += parameter.elements()
         else:

@@ -48,7 +48,7 @@ def prepare(program: str, arguments: Sequence[str]) -> Run | None:
         UserError: if anything is wrong with what is asked for.
     """
     from nemo_uneven_tp.config.compose import compose, name_run_after_job
-    from nemo_uneven_tp.config.request import plan_of
+    from nemo_uneven_tp.config.request import plan_of, refuse_stages
     from nemo_uneven_tp.config.validate import checked
 
     composed = compose(program, arguments)
@@ -63,6 +63,7 @@ def prepare(program: str, arguments: Sequence[str]) -> Run | None:
     else:
         plan = plan_of(config)
         _check_packages_and_text(config)
+    refuse_stages(plan)
     _check_resume(config)
     run_dir = Path(config["run_dir"]).expanduser().absolute()
     return Run(config=config, plan=plan, run_dir=run_dir)
@@ -163,7 +164,7 @@ def _job_id() -> str | None:
 
 def _opening_line(run: Run) -> str:
     stock = not run.config["uneven_tp"]["enabled"]
-    how = "stock NeMo" if stock else f"degrees {list(run.plan.degrees)}"
+    how = "stock NeMo" if stock else f"degrees {run.plan.degree_table}"
     living = f"{run.plan.world_size} of {run.plan.nominal_world_size} ranks"
     return (
         f"{run.config['name']}: {living}, {how}; "

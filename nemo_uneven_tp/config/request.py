@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_uneven_tp.config.validate import Config
 from nemo_uneven_tp.config.vocabulary import tokenizer_vocab_size
-from nemo_uneven_tp.errors import UserError
+from nemo_uneven_tp.errors import UnsupportedError, UserError
 from nemo_uneven_tp.layout_options import LayoutOptions
 from nemo_uneven_tp.model_shape import ModelShape
 from nemo_uneven_tp.plan import Plan
@@ -40,6 +40,19 @@ def plan_of(config: Config) -> Plan:
     return plan
 
 
+def refuse_stages(plan: Plan) -> None:
+    """Stages can be planned, but not run yet.
+
+    Raises:
+        UnsupportedError: for a plan with several pipeline stages.
+    """
+    if plan.stages > 1:
+        raise UnsupportedError(
+            f"strategy.pipeline_model_parallel_size={plan.stages}: pipeline parallelism can be "
+            "planned but not run yet; set it to 1"
+        )
+
+
 def plan_request(config: Config) -> PlanRequest:
     """Read the planner's request out of a checked configuration.
 
@@ -58,6 +71,7 @@ def plan_request(config: Config) -> PlanRequest:
         model=model_shape(config["model"], config["data"]["tokenizer"]),
         tensor_model_parallel_size=strategy["tensor_model_parallel_size"],
         pipeline_model_parallel_size=strategy["pipeline_model_parallel_size"],
+        virtual_pipeline_model_parallel_size=strategy["virtual_pipeline_model_parallel_size"],
         context_parallel_size=strategy["context_parallel_size"],
         world_size=trainer["devices"] * trainer["num_nodes"],
         global_batch_size=config["data"]["global_batch_size"],

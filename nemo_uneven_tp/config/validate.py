@@ -75,7 +75,6 @@ _UNSUPPORTED = {
     "optim.optimizer_cpu_offload": "CPU offloading",
 }
 _ONLY_ONE = {
-    "strategy.pipeline_model_parallel_size": "pipeline parallelism",
     "strategy.context_parallel_size": "context parallelism",
     "strategy.expert_model_parallel_size": "expert parallelism",
     "strategy.expert_tensor_parallel_size": "expert parallelism",

@@ -176,7 +176,7 @@ def build_checkpoints(config: dict[str, Any], plan: Plan, run_dir: Path) -> list
     about = {
         "run": config["name"],
         "uneven_tp": config["uneven_tp"]["enabled"],
-        "degrees": list(plan.degrees),
+        "degrees": plan.degree_table,
         "tensor_model_parallel_size": plan.tensor_model_parallel_size,
         "plan": plan.digest,
         "precision": str(config["trainer"]["precision"]),

@@ -25,7 +25,7 @@ from nemo_uneven_tp.nemo.recipe_tree import build_recipe, class_of, value_at
 from nemo_uneven_tp.nemo.shape import model_shape
 from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.planner import PlanRequest
-from nemo_uneven_tp.topology import make_topology
+from nemo_uneven_tp.topology import Degrees, make_topology
 
 if TYPE_CHECKING:
     from nemo_uneven_tp.nemo.logs import Console
@@ -43,7 +43,7 @@ _STRATEGY = "recipe.trainer.strategy"
 def apply(
     recipe: fdl.Buildable,
     failed_ranks: Sequence[int] = (),
-    degrees: Sequence[int] | None = None,
+    degrees: Degrees | None = None,
     allow_dropped_replicas: bool = False,
     reference_tensor_parallel_size: int | None = None,
     check_replicas_every: int | None = None,
@@ -55,7 +55,8 @@ def apply(
         recipe: what a ``pretrain_recipe`` of ``nemo.collections.llm.recipes`` returns. Its
             ``trainer.devices`` and ``num_nodes`` are nominal: failed ranks are counted in.
         failed_ranks: nominal ranks that are gone.
-        degrees: instead of ``failed_ranks``, the degree of each data-parallel replica.
+        degrees: instead of ``failed_ranks``, the degree of each data-parallel replica, or a row of
+            degrees (one per pipeline stage) per replica.
         allow_dropped_replicas: whether a replica with no living rank may be dropped.
         reference_tensor_parallel_size: the undamaged layout whose padded vocabulary and initial
             weights the run reproduces; default: the nominal one.
@@ -89,7 +90,7 @@ def apply(
 def request_from_recipe(
     recipe: fdl.Buildable,
     failed_ranks: Sequence[int] = (),
-    degrees: Sequence[int] | None = None,
+    degrees: Degrees | None = None,
     allow_dropped_replicas: bool = False,
     reference_tensor_parallel_size: int | None = None,
     layout_options: LayoutOptions | None = None,
@@ -258,7 +259,7 @@ def _strategy_of(recipe: Any) -> Any:
 def _check_ranks(
     recipe: fdl.Buildable,
     failed_ranks: Sequence[int],
-    degrees: Sequence[int] | None,
+    degrees: Degrees | None,
     allow_dropped_replicas: bool,
 ) -> None:
     """Refuse bad ranks now, where the recipe tells how many there are."""

@@ -45,7 +45,7 @@ from nemo_uneven_tp.parallel_state import (
 from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.planner import PlanRequest, make_plan
 from nemo_uneven_tp.ranks import nominal_world_size
-from nemo_uneven_tp.topology import make_topology
+from nemo_uneven_tp.topology import Degrees, make_topology
 
 
 class NeMoUnevenDDP(DDP, UnevenDistributedDataParallel):
@@ -66,7 +66,8 @@ class UnevenMegatronStrategy(CheckedCheckpoints, nl.MegatronStrategy):
 
     Args:
         failed_ranks: nominal ranks that are gone; their processes leave with exit code 0.
-        degrees: instead of ``failed_ranks``, the degree of each replica.
+        degrees: instead of ``failed_ranks``, the degree of each replica, or a row of degrees
+            (one per pipeline stage) per replica.
         allow_dropped_replicas: whether a replica with no living rank may be dropped.
         layout_options: how cells cut their work (:class:`.layout_options.LayoutOptions`).
         reference_tensor_parallel_size: the undamaged layout whose padded vocabulary and
@@ -81,7 +82,7 @@ class UnevenMegatronStrategy(CheckedCheckpoints, nl.MegatronStrategy):
         self,
         *args: Any,
         failed_ranks: Sequence[int] = (),
-        degrees: Sequence[int] | None = None,
+        degrees: Degrees | None = None,
         allow_dropped_replicas: bool = False,
         reference_tensor_parallel_size: int | None = None,
         expected_plan_digest: str | None = None,
@@ -255,6 +256,11 @@ class UnevenMegatronStrategy(CheckedCheckpoints, nl.MegatronStrategy):
             raise UserError(
                 f"plan.json: its digest {self.expected_plan_digest} is not that of this model and "
                 f"layout ({plan.digest}); make the plan again"
+            )
+        if plan.stages > 1:
+            raise UnsupportedError(
+                f"strategy.pipeline_model_parallel_size={plan.stages} can be planned, but not run "
+                "yet; set it to 1"
             )
         self.plan = plan
         return plan

@@ -128,7 +128,6 @@ def test_refused(override: str, said: str) -> None:
         ("+strategy.fsdp=megatron", "FSDP"),
         ("+strategy.use_megatron_fsdp=true", "FSDP"),
         ("strategy.virtual_pipeline_model_parallel_size=2", "virtual pipeline"),
-        ("strategy.pipeline_model_parallel_size=2", "pipeline parallelism"),
         ("strategy.context_parallel_size=2", "context parallelism"),
         ("strategy.expert_model_parallel_size=2", "expert parallelism"),
     ],
