@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nemo_uneven_tp.errors import UnsupportedError, UserError
 
@@ -129,7 +130,10 @@ def degree_table(degrees: Degrees, tp: int, replicas: int, stages: int) -> list[
     Raises:
         UserError: if it has another form, or a degree is not an integer from 1 to ``tp``.
     """
-    shown = [row if _is_integer(row) else _as_list(row) for row in degrees]
+    shown: list[Any] = [
+        list(row) if isinstance(row, Sequence) and not isinstance(row, str) else row
+        for row in degrees
+    ]
     if len(shown) != replicas:
         raise UserError(
             f"uneven_tp.degrees={shown} lists {len(shown)} degrees for {replicas} replicas; give "
@@ -152,10 +156,6 @@ def degree_table(degrees: Degrees, tp: int, replicas: int, stages: int) -> list[
                 )
         table.append(cells)
     return table
-
-
-def _as_list(row: object) -> object:
-    return list(row) if isinstance(row, Sequence) and not isinstance(row, str) else row
 
 
 def _nominal_cell(replica: int, stage: int, replicas: int, tp: int) -> range:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_uneven_tp.errors import UnsupportedError, UserError
@@ -210,6 +210,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+@settings(deadline=None)  # other work on the machine is no failure
 @given(plans())
 def test_plans_travel_as_json(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())
@@ -217,6 +218,7 @@ def test_plans_travel_as_json(plan: Plan) -> None:
     assert again.digest == plan.digest
 
 
+@settings(deadline=None)  # other work on the machine is no failure
 @given(plans())
 def test_sync_groups_hold_every_unit_once_per_replica(plan: Plan) -> None:
     for stage in range(plan.stages):
@@ -247,6 +249,7 @@ def test_sync_groups_hold_every_unit_once_per_replica(plan: Plan) -> None:
                 assert segment.stop <= share.stop
 
 
+@settings(deadline=None)  # other work on the machine is no failure
 @given(plans())
 def test_no_more_sync_groups_than_boundaries(plan: Plan) -> None:
     bound = 0
