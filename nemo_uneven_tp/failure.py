@@ -14,13 +14,18 @@ import time
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
-def report(sentence: str) -> None:
-    """Leave ``sentence`` for the launcher, or print it to stderr where there is none."""
+def report(sentence: str, exit_code: int | None = None) -> None:
+    """Leave ``sentence`` for the launcher, or print it to stderr where there is none.
+
+    Args:
+        exit_code: what this process is about to end with.
+    """
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if path:
         try:
             with open(path, "w", encoding="utf-8") as file:
-                json.dump({"message": sentence, "timestamp": int(time.time())}, file)
+                said = {"message": sentence, "timestamp": int(time.time())}
+                json.dump({**said, "exit_code": exit_code}, file)
             return
         except OSError:
             pass  # then stderr, which is always there

@@ -4,10 +4,15 @@ One process per nominal rank on this machine, meeting on the loopback interface;
 restarts. The launcher ends all of them when one fails and when this process gets a signal.
 Workers inherit standard output, where rank 0 prints its steps, and write standard error to
 ``train.log``. Imports torch, so it is imported late.
+
+Workers are fresh Python processes, or forked from a server that has imported NeMo once
+(:mod:`nemo_uneven_tp.preload`), which later launches of the same process use again.
 """
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -24,10 +29,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nemo_uneven_tp import processes
 from nemo_uneven_tp.errors import USER_ERROR_EXIT_CODE, UnevenTPError, UserError
+from nemo_uneven_tp.events import ATTEMPT_VARIABLE
 from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.run_files import LOG_FILE
+from nemo_uneven_tp.worker import enter
 
 WORKER_MODULE = "nemo_uneven_tp.worker"
+PRELOADED = "nemo_uneven_tp.preload"
 _SECONDS_TO_LEAVE = "10"
 
 
@@ -63,8 +71,13 @@ def launch(
     accelerator: str,
     threads_per_rank: int,
     module: str | None = None,
+    start_method: str = "fresh",
 ) -> None:
     """Run ``python -m MODULE RUN_DIR`` (default: our workers) in every process, to their end.
+
+    Args:
+        start_method: ``fresh`` as above; ``forkserver`` forks :func:`worker.enter` and takes no
+            ``module``; ``auto`` is the latter on CPUs, where a fork can't meet CUDA.
 
     Raises:
         UserError: if a worker found bad input.
@@ -73,9 +86,12 @@ def launch(
     """
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SECONDS_TO_LEAVE)
     log = run_dir / LOG_FILE
+    variables = _worker_environment(accelerator, threads_per_rank)
+    variables |= {ATTEMPT_VARIABLE: os.environ.get(ATTEMPT_VARIABLE, "0")}
+    forks = start_method == "forkserver" or (start_method == "auto" and accelerator == "cpu")
     with (
         tempfile.TemporaryDirectory(prefix="uneven-tp-") as messages,
-        _environment(_worker_environment(accelerator, threads_per_rank)),
+        _environment(variables),
         _standard_error_to(log),
         _leaving_no_process(),
     ):
@@ -88,12 +104,20 @@ def launch(
             rdzv_endpoint="127.0.0.1:0",
             local_addr="127.0.0.1",
             max_restarts=0,
+            start_method="forkserver" if forks else "spawn",
             logs_specs=DefaultLogsSpecs(log_dir=messages),
         )
-        command = ("-u", "-m", module or WORKER_MODULE, str(run_dir))
         try:
-            elastic_launch(config, sys.executable)(*command)
+            if forks:
+                multiprocessing.set_forkserver_preload([PRELOADED])
+                elastic_launch(config, enter)(str(run_dir), variables)
+            else:
+                command = ("-u", "-m", module or WORKER_MODULE, str(run_dir))
+                elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
+            said = _user_errors(Path(messages))
+            if said:
+                raise UserError(said[0]) from error
             raise _failure(list(error.failures.values()), log) from error
         except SignalException as error:
             if error.sigval == signal.SIGINT:
@@ -101,12 +125,27 @@ def launch(
             raise WorkerFailedError(f"stopped by {error.sigval.name}") from error
 
 
+def _user_errors(messages: Path) -> list[str]:
+    """The sentences of workers that found bad input.
+
+    Read from what they left: torch's launcher tells one failure of forked processes, and that
+    may be of a rank that only lost its peer.
+    """
+    found = []
+    for path in sorted(messages.rglob("error.json")):
+        try:
+            said = json.loads(path.read_text(encoding="utf-8"))
+            if said.get("exit_code") == USER_ERROR_EXIT_CODE:
+                found.append(str(said["message"]))
+        except (OSError, ValueError, LookupError, AttributeError):
+            continue
+    return found
+
+
 def _failure(failures: list[ProcessFailure], log: Path) -> UnevenTPError:
-    """The failure to tell: a user error if there is one, else the earliest."""
-    first = min(failures, key=lambda f: (f.exitcode != USER_ERROR_EXIT_CODE, f.timestamp))
+    """The failure to tell: the earliest."""
+    first = min(failures, key=lambda f: f.timestamp)
     said = first.message if Path(first.error_file).is_file() else ""
-    if first.exitcode == USER_ERROR_EXIT_CODE and said:
-        return UserError(said)
     if first.exitcode < 0:
         said = f"killed by {first.signal_name()}"
     reason = f" ({said})" if said else f" with exit code {first.exitcode}"

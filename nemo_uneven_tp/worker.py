@@ -1,4 +1,4 @@
-"""Entry of each process of a run: ``python -m nemo_uneven_tp.worker RUN_DIR``.
+"""Entry of each process of a run: ``python -m nemo_uneven_tp.worker RUN_DIR``, or :func:`enter`.
 
 Light on purpose. Processes of failed ranks leave before torch is imported, and saving a
 checkpoint starts helper processes that import this module again.
@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +36,7 @@ def main(run_dir: str) -> int:
         config, plan = read(folder)
         rank = _enter(plan)
     except UserError as error:
-        failure.report(str(error))
+        failure.report(str(error), USER_ERROR_EXIT_CODE)
         return USER_ERROR_EXIT_CODE
     if rank is None:
         return 0
@@ -43,8 +44,29 @@ def main(run_dir: str) -> int:
     with logs.noise_to(folder / LOG_FILE, config["launcher"]["log_level"], rank) as console:
         code, sentence = _train(config, plan, folder, console)
     if sentence:
-        failure.report(sentence)
+        failure.report(sentence, code)
     return code
+
+
+def enter(run_dir: str, variables: Mapping[str, str]) -> int:
+    """:func:`main` in a process forked from one that has imported everything.
+
+    Args:
+        variables: of the environment; what the process has inherited is of the first launch.
+
+    Returns 0 once all is done, and ends the process with another code.
+    """
+    processes.die_with_parent(os.getppid())
+    os.environ.update(variables)
+    with (Path(run_dir) / LOG_FILE).open("ab", buffering=0) as log:
+        os.dup2(log.fileno(), 2)  # the server's is that of its first launch
+    code = main(run_dir)
+    _end_children()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+    return 0
 
 
 def _enter(plan: Plan) -> int | None:
@@ -89,6 +111,7 @@ def _train(
 
         gc.freeze()
         gc.enable()
+        _renumber_lightning()
         pretrain.run(config, plan, run_dir, console)
         _leave_together()
     except UserError as error:
@@ -98,6 +121,13 @@ def _train(
         lines = str(error).strip().splitlines()
         return FAILED_EXIT_CODE, f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
     return 0, ""
+
+
+def _renumber_lightning() -> None:
+    """Tell Lightning the rank, which it has read at its import: perhaps before the fork."""
+    from lightning.pytorch.utilities import rank_zero_only
+
+    rank_zero_only.rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
 def _leave_together() -> None:

@@ -88,9 +88,15 @@ def start(run: Run) -> int:
     create(run.run_dir, run.config, run.plan, resume)
     sys.stdout.write(_opening_line(run))
     sys.stdout.flush()
-    threads = run.config["launcher"]["threads_per_rank"]
+    launcher = run.config["launcher"]
     try:
-        launch(run.run_dir, run.plan.nominal_world_size, accelerator, threads)
+        launch(
+            run.run_dir,
+            run.plan.nominal_world_size,
+            accelerator,
+            launcher["threads_per_rank"],
+            start_method=launcher["start_method"],
+        )
     except WorkerFailedError as error:
         sys.stderr.write(f"uneven-tp: {error}\n")
         return 1

@@ -22,6 +22,7 @@ ACCELERATORS = ("cpu", "gpu", "auto")
 PRECISIONS = ("32", "bf16-mixed", "16-mixed")
 OPTIMIZERS = ("adam", "sgd")
 LAUNCHERS = ("local",)
+START_METHODS = ("auto", "forkserver", "fresh")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 CHOICES = {
@@ -32,6 +33,7 @@ CHOICES = {
     "trainer.precision": PRECISIONS,
     "optim.optimizer": OPTIMIZERS,
     "launcher.type": LAUNCHERS,
+    "launcher.start_method": START_METHODS,
     "launcher.log_level": LOG_LEVELS,
 }
 """Keys that take one of a few words."""
@@ -166,6 +168,7 @@ class LauncherConfig:
     """``launcher``: how local processes are started."""
 
     type: str = "local"
+    start_method: str = "auto"  # forkserver on CPUs, fresh processes elsewhere
     timeout_s: int = 600
     threads_per_rank: int = 1
     log_level: str = "WARNING"
