@@ -7,6 +7,7 @@ import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.managers import SyncManager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -22,7 +24,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from nemo_uneven_tp import cpu_mode
+from nemo_uneven_tp import cpu_mode, processes
 from nemo_uneven_tp.batch import assign_micro_batches
 from nemo_uneven_tp.checkpoint import stock_fixes
 from nemo_uneven_tp.parallel_state import (
@@ -57,7 +59,7 @@ class Part:
     """Steps ``[first, last)`` of a job, with what is read and written.
 
     ``copy`` is written right after reading ``load``: what was read, in this layout. ``save``
-    is written before step ``save_at``.
+    is written before step ``save_at``; if ``asynchronous``, while that step is trained.
     """
 
     first: int
@@ -67,6 +69,7 @@ class Part:
     save: str | None = None
     save_at: int = 0
     parallel: bool = True
+    asynchronous: bool = False
 
 
 def run_part(case: Case, layout: Layout, part: Part) -> dict[str, Any]:
@@ -83,14 +86,21 @@ def run_part(case: Case, layout: Layout, part: Part) -> dict[str, Any]:
         if part.copy:
             save(part.copy, case, model, optimizer, part.parallel)
         saved: dict[str, torch.Tensor] = {}
+        calls = AsyncCallsQueue()
 
         def before_step(step: int) -> None:
             if part.save and step == part.save_at:
-                save(part.save, case, model, optimizer, part.parallel)
+                request = save(part.save, case, model, optimizer, part.parallel, part.asynchronous)
+                if part.asynchronous:
+                    calls.schedule_async_request(request)
                 saved.update(local(model))
 
+        def after_step(step: int) -> None:
+            if part.asynchronous and step == part.save_at:
+                calls.maybe_finalize_async_calls(blocking=True)
+
         first = part.first
-        report = train(case, *built, micro_batches, plan, before_step, first_step=first)
+        report = train(case, *built, micro_batches, plan, before_step, after_step, first)
         return {**report, "saved": saved, **read}
 
 
@@ -142,25 +152,40 @@ def _sharded(
     return state
 
 
-def save(folder: str, case: Case, model: Any, optimizer: Any, parallel: bool) -> None:
-    """Write a checkpoint as NeMo does."""
-    _allow_writers()
+def save(
+    folder: str,
+    case: Case,
+    model: Any,
+    optimizer: Any,
+    parallel: bool,
+    asynchronous: bool = False,
+) -> Any:
+    """Write a checkpoint as NeMo does; returns Megatron's request to do so if asynchronous."""
+    _allow_writers(asynchronous)
     metadata = _metadata(case)
     strategy: Any = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     if parallel:
         strategy = FullyParallelSaveStrategyWrapper(strategy)
-    dist_checkpointing.save(
+    return dist_checkpointing.save(
         _sharded(case, model, optimizer, False, metadata),
         folder,
         sharded_strategy=strategy,
+        async_sharded_save=asynchronous,
         content_metadata=metadata,
     )
 
 
-def _allow_writers() -> None:
-    """Let a process of the pool, a daemon, fork writers, without a server process for results."""
+def _allow_writers(asynchronous: bool) -> None:
+    """Let a process of the pool, a daemon, fork writers; a server for results if it must be."""
+    processes.forked_children_die_with_us()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    filesystem_async._results_queue = queue.Queue()
+    results: Any = queue.Queue()
+    if asynchronous:
+        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+        manager.start()
+        results = manager.Queue()
+        results.manager = manager  # lives as long as its queue
+    filesystem_async._results_queue = results
 
 
 def load(folder: str, case: Case, model: Any, optimizer: Any, parallel: bool) -> dict[str, int]:

@@ -83,8 +83,13 @@ def check(
     a: Layout,
     b: Layout,
     tolerance: float = LOSS_TOLERANCE,
+    parallel: bool = True,
+    asynchronous: bool = False,
 ) -> None:
-    """Train in ``a``, save, go on in ``b``: as if ``a`` had never stopped."""
+    """Train in ``a``, save, go on in ``b``: as if ``a`` had never stopped.
+
+    ``parallel`` is Megatron's fully-parallel save, and load where ``b`` is stock.
+    """
     paths = {name: str(folder / name) for name in ("first", "copy")}
     for path in paths.values():
         Path(path).mkdir()
@@ -94,8 +99,9 @@ def check(
             run_part, layout.world_size, case=case, layout=layout, part=part, timeout_s=TIMEOUT_S
         )
 
-    whole = run(a, Part(0, LAST, save=paths["first"], save_at=FIRST))
-    after = run(b, Part(FIRST, LAST, load=paths["first"], copy=paths["copy"]))
+    options = {"parallel": parallel, "asynchronous": asynchronous}
+    whole = run(a, Part(0, LAST, save=paths["first"], save_at=FIRST, **options))
+    after = run(b, Part(FIRST, LAST, load=paths["first"], copy=paths["copy"], parallel=parallel))
     (first,) = ranks.run(plain, 1, folder=paths["first"])
     (copy,) = ranks.run(plain, 1, folder=paths["copy"])
     assert_same_tensors(first, copy)
@@ -132,6 +138,17 @@ STOCK_PAIRS: list[tuple[Layout, Layout, dict[str, Any]]] = [
     ),
     (stock(1, 3, True), uneven(3, 2, distributed=True), {"qk_layernorm": True}),
     (uneven(2, 1, 3, distributed=True), stock(1, 2, True), {"add_bias_linear": True}),
+    # 21 tokens: 25 rows at TP1, 30 at TP2, 40 at TP4, and 42 in the cell of degree 3.
+    (
+        stock(4, 2, True),
+        uneven(3, 1, distributed=True),
+        {"vocab_size": 21, "make_vocab_size_divisible_by": 5},
+    ),
+    (
+        uneven(3, 1),
+        stock(2, 1),
+        {"vocab_size": 21, "make_vocab_size_divisible_by": 5, "num_query_groups": 8},
+    ),
 ]
 
 
@@ -148,8 +165,9 @@ def test_stock_and_uneven_read_each_other(ranks: RankPool, tmp_path: Path, pair:
         # Several buckets with padding between them, which stock Megatron writes wrongly.
         overlap=a.distributed,
         bucket_size=1000 if a.distributed else None,
+        reference=next(max(layout.degrees) for layout in (a, b) if layout.stock),
     )
-    check(ranks, tmp_path, case, a, b)
+    check(ranks, tmp_path, case, a, b, parallel=pair % 3 > 0, asynchronous=pair % 2 > 0)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +200,9 @@ def test_random_uneven_layouts_read_each_other(ranks: RankPool, tmp_path: Path, 
     case = replace(case, global_batch_size=case.micro_batch_size * 6)
     distributed = seed % 2 == 1
     a = Layout(case.degrees, distributed=distributed)
-    check(ranks, tmp_path, case, a, Layout(other, distributed=distributed))
+    b = Layout(other, distributed=distributed)
+    parallel, asynchronous = rng.random() < 0.5, rng.random() < 0.5
+    check(ranks, tmp_path, case, a, b, parallel=parallel, asynchronous=asynchronous)
 
 
 def test_vocabulary_padding_may_differ(ranks: RankPool, tmp_path: Path) -> None:
