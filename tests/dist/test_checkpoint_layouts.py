@@ -99,8 +99,8 @@ def check(
             run_part, layout.world_size, case=case, layout=layout, part=part, timeout_s=TIMEOUT_S
         )
 
-    options = {"parallel": parallel, "asynchronous": asynchronous}
-    whole = run(a, Part(0, LAST, save=paths["first"], save_at=FIRST, **options))
+    saving = Part(0, LAST, None, None, paths["first"], FIRST, parallel, asynchronous)
+    whole = run(a, saving)
     after = run(b, Part(FIRST, LAST, load=paths["first"], copy=paths["copy"], parallel=parallel))
     (first,) = ranks.run(plain, 1, folder=paths["first"])
     (copy,) = ranks.run(plain, 1, folder=paths["copy"])
