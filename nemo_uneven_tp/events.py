@@ -130,8 +130,8 @@ class History:
 
 
 class EventWriter:
-    """Appends events of one process. Never raises after it was opened: a full disk must not
-    end a training run that would go on without its events.
+    """Appends events of one process. Never raises: a full disk must not end a training run that
+    would go on without its events; one warning is logged instead.
 
     Args:
         path: the file; made if it is not there.
@@ -145,8 +145,12 @@ class EventWriter:
         self.rank = rank
         self._host = socket.gethostname()
         self._failed = False
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        self._end_torn_line(self._file)
+        self._file: int | None = None
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self._end_torn_line(self._file)
+        except OSError as error:
+            self._check(False, error.strerror or str(error))
 
     def write(self, event: str, *, t: float | None = None, **fields: Any) -> None:
         """Append one event; ``t`` defaults to now."""
@@ -253,6 +257,14 @@ def _is(value: Any, kind: str) -> bool:
     if kind == _INTEGERS:
         return isinstance(value, list) and all(_is(item, _INTEGER) for item in value)
     return isinstance(value, dict)
+
+
+def next_attempt(path: Path) -> int:
+    """The number of the launch that is about to begin: one more than any in the file."""
+    try:
+        return max((event.attempt + 1 for event in read(path).events), default=0)
+    except OSError:
+        return 0
 
 
 def attempt_of_environment() -> int:

@@ -40,7 +40,19 @@ _SECONDS_TO_LEAVE = "10"
 
 
 class WorkerFailedError(UnevenTPError, RuntimeError):
-    """A worker process ended with an error; the message is one sentence for the user."""
+    """A worker process ended with an error; the message is one sentence for the user.
+
+    Args:
+        rank: nominal rank of the first one to fail; ``None``: this process was told to stop.
+        exit_code: how it ended; negative: the signal that killed it.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, exit_code: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
 
 
 def check_devices(accelerator: str, plan: Plan) -> None:
@@ -149,7 +161,11 @@ def _failure(failures: list[ProcessFailure], log: Path) -> UnevenTPError:
     if first.exitcode < 0:
         said = f"killed by {first.signal_name()}"
     reason = f" ({said})" if said else f" with exit code {first.exitcode}"
-    return WorkerFailedError(f"rank {first.local_rank} failed{reason}; see {log}")
+    return WorkerFailedError(
+        f"rank {first.local_rank} failed{reason}; see {log}",
+        rank=first.local_rank,
+        exit_code=first.exitcode,
+    )
 
 
 def _worker_environment(accelerator: str, threads_per_rank: int) -> dict[str, str]:

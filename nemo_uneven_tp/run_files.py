@@ -1,7 +1,7 @@
 """The files of a run directory: who may write there, and how config and plan get there.
 
 ``config.yaml`` and ``plan.json`` are written before any process starts, ``metrics.jsonl``,
-``train.log`` and ``result.json`` by the run. Imports neither torch nor NeMo.
+``events.jsonl``, ``train.log`` and ``result.json`` by the run. Imports neither torch nor NeMo.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from nemo_uneven_tp.errors import UnevenTPError, UserError
+from nemo_uneven_tp.events import EVENTS_FILE
 from nemo_uneven_tp.plan import Plan
 
 CONFIG_FILE = "config.yaml"
@@ -38,7 +39,7 @@ def refuse_used(run_dir: Path, resume: bool = False) -> None:
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"run_dir={run_dir} is not a folder; choose another one")
-    for name in (CONFIG_FILE, PLAN_FILE, METRICS_FILE, LOG_FILE, RESULT_FILE):
+    for name in (CONFIG_FILE, PLAN_FILE, METRICS_FILE, EVENTS_FILE, LOG_FILE, RESULT_FILE):
         if (run_dir / name).exists() and not resume:
             raise UserError(
                 f"run_dir={run_dir} holds another run ({name} is there); choose another one, or "

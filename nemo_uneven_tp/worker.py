@@ -17,6 +17,12 @@ from typing import Any, cast
 
 from nemo_uneven_tp import failure, processes, ranks
 from nemo_uneven_tp.errors import USER_ERROR_EXIT_CODE, UserError
+from nemo_uneven_tp.events import (
+    EVENTS_FILE,
+    EventWriter,
+    attempt_of_environment,
+    process_started_at,
+)
 from nemo_uneven_tp.nemo import logs
 from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.run_files import LOG_FILE, read
@@ -40,9 +46,13 @@ def main(run_dir: str) -> int:
         return USER_ERROR_EXIT_CODE
     if rank is None:
         return 0
+    nominal = ranks.nominal_rank() if ranks.launched() else 0
+    events = EventWriter(folder / EVENTS_FILE, attempt=attempt_of_environment(), rank=nominal)
+    events.write("process_start", t=process_started_at())
     _prepare_environment(config)
     with logs.noise_to(folder / LOG_FILE, config["launcher"]["log_level"], rank) as console:
-        code, sentence = _train(config, plan, folder, console)
+        code, sentence = _train(config, plan, folder, console, events if rank == 0 else None)
+    events.close()
     if sentence:
         failure.report(sentence, code)
     return code
@@ -101,7 +111,11 @@ def _prepare_environment(config: dict[str, Any]) -> None:
 
 
 def _train(
-    config: dict[str, Any], plan: Plan, run_dir: Path, console: logs.Console
+    config: dict[str, Any],
+    plan: Plan,
+    run_dir: Path,
+    console: logs.Console,
+    events: EventWriter | None,
 ) -> tuple[int, str]:
     """Train; returns the exit code and, if it failed, one sentence."""
     try:
@@ -112,6 +126,8 @@ def _train(
         gc.freeze()
         gc.enable()
         _renumber_lightning()
+        if events is not None:
+            events.write("imports_done")
         pretrain.run(config, plan, run_dir, console)
         _leave_together()
     except UserError as error:

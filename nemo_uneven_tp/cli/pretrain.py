@@ -17,6 +17,8 @@ from nemo_uneven_tp import ranks
 from nemo_uneven_tp.checkpoint.files import complete_from
 from nemo_uneven_tp.config.validate import Config
 from nemo_uneven_tp.errors import UserError
+from nemo_uneven_tp.events import process_started_at
+from nemo_uneven_tp.job_events import recorded
 from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.run_files import LOG_FILE
 
@@ -38,7 +40,8 @@ def pretrain(arguments: Sequence[str]) -> int:
     run = prepare("uneven-tp pretrain", arguments)
     if run is None:
         return 0
-    return _be_a_worker(run) if ranks.launched() else start(run)
+    started = process_started_at()
+    return _be_a_worker(run, started) if ranks.launched() else start(run, started)
 
 
 def prepare(program: str, arguments: Sequence[str]) -> Run | None:
@@ -69,8 +72,12 @@ def prepare(program: str, arguments: Sequence[str]) -> Run | None:
     return Run(config=config, plan=plan, run_dir=run_dir)
 
 
-def start(run: Run) -> int:
-    """Start local workers and wait for them; returns the exit code."""
+def start(run: Run, started: float | None = None) -> int:
+    """Start local workers and wait for them; returns the exit code.
+
+    Args:
+        started: when the job began (``time.time()``), for its events; default: now.
+    """
     from nemo_uneven_tp.run_files import create, refuse_used
 
     nodes, accelerator = _nodes_and_accelerator(run.config)
@@ -90,20 +97,21 @@ def start(run: Run) -> int:
     sys.stdout.flush()
     launcher = run.config["launcher"]
     try:
-        launch(
-            run.run_dir,
-            run.plan.nominal_world_size,
-            accelerator,
-            launcher["threads_per_rank"],
-            start_method=launcher["start_method"],
-        )
+        with recorded(run.run_dir, run.config, run.plan, started):
+            launch(
+                run.run_dir,
+                run.plan.nominal_world_size,
+                accelerator,
+                launcher["threads_per_rank"],
+                start_method=launcher["start_method"],
+            )
     except WorkerFailedError as error:
         sys.stderr.write(f"uneven-tp: {error}\n")
         return 1
     return 0
 
 
-def _be_a_worker(run: Run) -> int:
+def _be_a_worker(run: Run, started: float) -> int:
     """Take part in a job whose processes torchrun or Slurm has started."""
     from nemo_uneven_tp.run_files import create, refuse_used, wait_for
 
@@ -120,9 +128,17 @@ def _be_a_worker(run: Run) -> int:
     if compact == 0:
         refuse_used(run.run_dir, resume)
         create(run.run_dir, run.config, run.plan, resume)
+        with recorded(run.run_dir, run.config, run.plan, started) as outcome:
+            code = _work(run)
+            outcome.reason = "failure" if code else "finished"
+        return code
     else:
         timeout_s = run.config["launcher"]["timeout_s"]
         wait_for(run.run_dir, run.plan, timeout_s, run.config if resume else None)
+    return _work(run)
+
+
+def _work(run: Run) -> int:
     from nemo_uneven_tp.worker import main
 
     return int(main(str(run.run_dir)) or 0)

@@ -33,6 +33,7 @@ from nemo_uneven_tp.layout_options import LayoutOptions
 from nemo_uneven_tp.nemo import patches
 from nemo_uneven_tp.nemo.callbacks import RunReport
 from nemo_uneven_tp.nemo.checkpoint import Resume, RunCheckpoints, complete_in, read_on_cpu
+from nemo_uneven_tp.nemo.goodput_callback import GoodputCallback
 from nemo_uneven_tp.nemo.logs import Console
 from nemo_uneven_tp.nemo.text_data import build_data_module
 from nemo_uneven_tp.plan import Plan
@@ -87,7 +88,8 @@ def run(config: dict[str, Any], plan: Plan, run_dir: Path, console: Console) -> 
     )
     strategy = build_strategy(config, plan, on_cpu)
     resume = build_resume(config, run_dir, strategy, console)
-    callbacks = [report, *build_checkpoints(config, plan, run_dir)]
+    recorder = GoodputCallback(run_dir, process_start_written=True)
+    callbacks = [recorder, report, *build_checkpoints(config, plan, run_dir)]
     with seeded(config["seed"]):
         llm.pretrain(
             model=model,

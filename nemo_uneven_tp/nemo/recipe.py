@@ -198,6 +198,7 @@ def run_recipe(config: Mapping[str, Any], plan: Plan, run_dir: Path, console: Co
     """
     from nemo_uneven_tp import cpu_mode
     from nemo_uneven_tp.nemo.callbacks import RunReport
+    from nemo_uneven_tp.nemo.goodput_callback import GoodputCallback
     from nemo_uneven_tp.nemo.pretrain import seeded
 
     on_cpu = cpu_mode.activate()
@@ -221,7 +222,9 @@ def run_recipe(config: Mapping[str, Any], plan: Plan, run_dir: Path, console: Co
         global_batch_size=plan.global_batch_size,
         check_replicas_every=config["uneven_tp"]["check_replicas_every"],
     )
-    recipe.trainer.callbacks = [*(value_at(recipe, "trainer.callbacks") or []), report]
+    recorder = GoodputCallback(run_dir, process_start_written=True)
+    stock = value_at(recipe, "trainer.callbacks") or []
+    recipe.trainer.callbacks = [recorder, *stock, report]
     with seeded(config["seed"]):
         fdl.build(recipe)()
 

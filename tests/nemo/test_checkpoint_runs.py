@@ -77,7 +77,8 @@ def test_checkpoints_are_complete_and_checked(degraded: Path) -> None:
     assert not any(files.damages(c.path) for c in found)
     names = {p.name for p in (degraded / "run").iterdir()}
     assert names == {
-        "checkpoints", "config.yaml", "metrics.jsonl", "plan.json", "result.json", "train.log"
+        "checkpoints", "config.yaml", "events.jsonl", "metrics.jsonl", "plan.json", "result.json",
+        "train.log",
     }  # fmt: skip
     command = [sys.executable, "-m", "nemo_uneven_tp", "checkpoint", "inspect", "--json"]
     shown = subprocess.run([*command, found[0].path], capture_output=True, text=True, check=True)
