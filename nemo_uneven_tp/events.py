@@ -29,7 +29,9 @@ ATTEMPT_VARIABLE = "UNEVEN_TP_ATTEMPT"
 
 logger = logging.getLogger(__name__)
 
-_INTEGER, _NUMBER, _TEXT, _INTEGERS, _OBJECT = "integer", "number", "text", "integers", "object"
+_INTEGER, _NUMBER, _TEXT, _OBJECT = "integer", "number", "text", "object"
+_INTEGERS = "list of integers"
+_DEGREES = "list of degrees"  # per replica; with pipeline stages a list for each replica
 
 FIELDS: Mapping[str, Mapping[str, str]] = {
     # launcher or supervisor
@@ -42,7 +44,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "max_steps": _INTEGER,
     },
     "attempt_start": {
-        "degrees": _INTEGERS,
+        "degrees": _DEGREES,
         "world_size": _INTEGER,
         "nominal_world_size": _INTEGER,
         "failed_ranks": _INTEGERS,
@@ -59,7 +61,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
     "stop_done": {},
     "wait_start": {},
     "wait_end": {},
-    "plan_change": {"degrees_before": _INTEGERS, "degrees_after": _INTEGERS, "reason": _TEXT},
+    "plan_change": {"degrees_before": _DEGREES, "degrees_after": _DEGREES, "reason": _TEXT},
     "attempt_end": {"reason": _TEXT},
     "job_end": {"reason": _TEXT},
     # every rank
@@ -71,7 +73,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
     "load_end": {"step": _INTEGER, "path": _TEXT},
     "train_start": {
         "step": _INTEGER,
-        "degrees": _INTEGERS,
+        "degrees": _DEGREES,
         "world_size": _INTEGER,
         "nominal_world_size": _INTEGER,
         "tokens_per_step": _INTEGER,
@@ -256,6 +258,10 @@ def _is(value: Any, kind: str) -> bool:
         return isinstance(value, str)
     if kind == _INTEGERS:
         return isinstance(value, list) and all(_is(item, _INTEGER) for item in value)
+    if kind == _DEGREES:
+        return isinstance(value, list) and all(
+            _is(item, _INTEGER) or _is(item, _INTEGERS) for item in value
+        )
     return isinstance(value, dict)
 
 

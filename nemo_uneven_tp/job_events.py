@@ -63,7 +63,7 @@ def attempt_start(
     writer.write(
         "attempt_start",
         t=t,
-        degrees=list(plan.degrees),
+        degrees=plan.degree_table,
         world_size=plan.world_size,
         nominal_world_size=plan.nominal_world_size,
         failed_ranks=list(plan.failed_ranks if failed_ranks is None else failed_ranks),

@@ -111,7 +111,7 @@ def start(run: Run, started: float | None = None) -> int:
     return 0
 
 
-def _be_a_worker(run: Run, started: float) -> int:
+def _be_a_worker(run: Run, job_started: float) -> int:
     """Take part in a job whose processes torchrun or Slurm has started."""
     from nemo_uneven_tp.run_files import create, refuse_used, wait_for
 
@@ -128,7 +128,7 @@ def _be_a_worker(run: Run, started: float) -> int:
     if compact == 0:
         refuse_used(run.run_dir, resume)
         create(run.run_dir, run.config, run.plan, resume)
-        with recorded(run.run_dir, run.config, run.plan, started) as outcome:
+        with recorded(run.run_dir, run.config, run.plan, job_started) as outcome:
             code = _work(run)
             outcome.reason = "failure" if code else "finished"
         return code

@@ -172,7 +172,7 @@ def _rows(line: Timeline, failure: Failure) -> list[dict[str, Any]]:
         stop_s = _s(failure.stop_ns - failure.t_ns)
     if attempt is not None:
         wait_s = _s(attempt.start_ns - (failure.stop_ns or failure.t_ns))
-        degrees = None if attempt.degrees is None else list(attempt.degrees)
+        degrees = attempt.degrees
         if attempt.train_start_ns is not None:
             load_s = _s(attempt.load_ns)
             start_s = _s(attempt.train_start_ns - attempt.start_ns - attempt.load_ns)

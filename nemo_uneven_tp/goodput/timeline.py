@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from nemo_uneven_tp.events import Event
 
@@ -76,7 +77,7 @@ class Attempt:
     """One launch. Sizes are ``None`` where no event has told them."""
 
     start_ns: int
-    degrees: tuple[int, ...] | None = None
+    degrees: list[Any] | None = None
     world_size: int | None = None
     nominal_world_size: int | None = None
     out_of_service: frozenset[int] = frozenset()
@@ -254,7 +255,7 @@ class _Builder:
     def sizes(self, attempt: Attempt, event: Event) -> None:
         """Take over what an event says about the layout."""
         if event.get("degrees") is not None:
-            attempt.degrees = tuple(event.get("degrees"))
+            attempt.degrees = event.get("degrees")
         attempt.world_size = event.get("world_size", attempt.world_size)
         self.nominal = event.get("nominal_world_size", self.nominal)
         attempt.nominal_world_size = self.nominal

@@ -181,7 +181,7 @@ def _about(trainer: Any, module: Any) -> dict[str, Any]:
         pass  # not a dense GPT; such a run can be reported on, but not compared
     world_size = trainer.world_size
     return {
-        "degrees": None if plan is None else list(plan.degrees),
+        "degrees": None if plan is None else plan.degree_table,
         "world_size": world_size,
         "nominal_world_size": world_size if plan is None else plan.nominal_world_size,
         "tokens_per_step": batch * length if batch and length else None,

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_uneven_tp import events
+
 NTASKS = 4
 
 
@@ -58,3 +60,11 @@ def test_slurm_numbers_the_processes(tmp_path: Path) -> None:
     steps = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in steps] == [0, 1]
     assert json.loads((run_dir / "result.json").read_text())["replicas_equal"] is True
+    found = events.read(run_dir / events.EVENTS_FILE).events
+    starts = [e for e in found if e.event == "attempt_start"]
+    assert [(e.rank, e.get("degrees"), e.get("failed_ranks")) for e in starts] == [
+        (None, [1, 2], [0])
+    ]
+    assert {e.rank for e in found if e.event == "process_start"} == {1, 2, 3}
+    assert {e.rank for e in found if e.event == "step"} == {1}  # the first of the living
+    assert [e.get("reason") for e in found if e.event == "job_end"] == ["finished"]
