@@ -3,8 +3,9 @@
 Members of a sync group sit in cells of different degree, so their own tensor sizes differ.
 Buckets are therefore cut by a size every rank computes alike (the largest share any rank
 holds), and each bucket's packed layout per sync group is the same on all its members.
-Replicated parameters have a bucket of their own: it has the same layout on every rank,
-meets over the leaders, and is finished last.
+Replicated parameters have a bucket of their own: it has the same layout on every rank of the
+stage, meets over the leaders, and is finished last. So has a tied embedding whose two copies
+lie in different stages: it meets when the backward pass of both is over.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from nemo_uneven_tp.model_shape import cut_of
 from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.segment_views import Piece, local_extent, pieces_of
+from nemo_uneven_tp.shares import Axis
 
 Ranks = tuple[int, ...]
 LocatedPiece = tuple[torch.nn.Parameter, Piece]
@@ -37,7 +39,13 @@ class Bucket:
     params: list[torch.nn.Parameter]
     pieces: dict[Ranks, list[LocatedPiece]] = field(default_factory=dict)
     replicated: bool = False
+    tied: bool = False
     grads: torch.Tensor | None = None
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the bucket meets when the backward pass is over, never during it."""
+        return self.replicated or self.tied
 
     def numel(self, ranks: Ranks) -> int:
         """Elements this rank packs for ``ranks``."""
@@ -58,12 +66,14 @@ def make_buckets(
     """
     limit = bucket_size or DEFAULT_BUCKET_SIZE
     buckets: list[Bucket] = []
+    tied: list[Bucket] = []
     leaders = plan.leaders(plan.location(rank)[0].stage)
     replicated: dict[torch.dtype, Bucket] = {}
     current, filled = Bucket([]), 0
     current_dtype: torch.dtype | None = None
     for name, param in reversed(named_params):
-        if cut_of(name, plan.model) is None:
+        cut = cut_of(name, plan.model)
+        if cut is None:
             together = replicated.setdefault(
                 param.dtype, Bucket([], {leaders: []}, replicated=True)
             )
@@ -72,21 +82,32 @@ def make_buckets(
                 (param, piece) for piece in pieces_of(plan, rank, name, param.shape)
             ]
             continue
+        if plan.ties_stages and cut.axis is Axis.VOCAB:
+            tied.append(Bucket([param], tied=True))
+            _add_pieces(tied[-1], plan, rank, name, param)
+            continue
         if current.params and (filled >= limit or param.dtype != current_dtype):
             buckets.append(current)
             current, filled = Bucket([]), 0
         current_dtype = param.dtype
         current.params.append(param)
-        for piece in pieces_of(plan, rank, name, param.shape):
-            assert piece.segment is not None
-            current.pieces.setdefault(piece.segment.owners, []).append((param, piece))
+        _add_pieces(current, plan, rank, name, param)
         filled += _largest_share(plan, rank, name, param)
     if current.params:
         buckets.append(current)
     order = {group.ranks: i for i, group in enumerate(plan.sync_groups)}
+    buckets += tied
     for bucket in buckets:
         bucket.pieces = dict(sorted(bucket.pieces.items(), key=lambda item: order[item[0]]))
     return buckets + list(replicated.values())
+
+
+def _add_pieces(
+    bucket: Bucket, plan: Plan, rank: int, name: str, param: torch.nn.Parameter
+) -> None:
+    for piece in pieces_of(plan, rank, name, param.shape):
+        assert piece.segment is not None
+        bucket.pieces.setdefault(piece.segment.owners, []).append((param, piece))
 
 
 def main_grad(param: torch.nn.Parameter) -> torch.Tensor:

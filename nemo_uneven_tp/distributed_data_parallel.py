@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_uneven_tp.buckets import make_buckets, place_gradients
 from nemo_uneven_tp.errors import UnsupportedError
 from nemo_uneven_tp.grad_sync import ReplicatedBucketGroup, SegmentBucketGroup, Staging
-from nemo_uneven_tp.initial_weights import broadcast_by_segment
+from nemo_uneven_tp.initial_weights import broadcast_by_segment, broadcast_tied
 from nemo_uneven_tp.parallel_state import get_state
 from nemo_uneven_tp.sharded_sync import (
     ShardedBucketGroup,
@@ -57,6 +57,8 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         local.average_in_collective = False
         super().__init__(config, local, module, disable_bucketing=True, **kwargs)
         self.uneven_state = state
+        if state.plan.ties_stages:
+            broadcast_tied(module, state)
         self.ddp_config = ddp_config
         self.bucket_groups = self._segment_bucket_groups(config)
         self.param_to_bucket_group = {
@@ -103,6 +105,15 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         if ddp_config.use_distributed_optimizer:
             chain_in_forward_order(groups)
         return groups
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Start what may run during the backward pass (schedules of several stages call this)."""
+        if get_state().plan.is_uniform:
+            super().start_grad_sync(*unused)
+            return
+        for group in self.bucket_groups:
+            if not group.bucket.at_end:
+                group.start_grad_sync()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, **later: Any) -> None:
         """Gather parameters that the distributed optimizer has changed, as in the stock class."""

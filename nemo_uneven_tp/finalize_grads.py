@@ -35,8 +35,8 @@ def finalize_model_grads(
     if num_tokens is None:
         return
     total = num_tokens.clone()
-    if not state.is_leader:
-        total.zero_()  # one contribution per replica
+    if not state.is_leader or state.cell.stage != state.plan.stages - 1:
+        total.zero_()  # one contribution per replica, from its last stage
     dist.all_reduce(total)
     if total.item() > 0:
         for chunk in model:

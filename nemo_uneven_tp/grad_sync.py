@@ -115,7 +115,7 @@ class SegmentBucketGroup:
 
     def register_grad_ready(self, param: torch.nn.Parameter, *later: Any) -> None:
         """Note that the gradient of ``param`` is complete; start when all of the bucket are."""
-        if not self.is_last_microbatch:
+        if not self.is_last_microbatch or self.bucket.at_end:
             return
         if param in self.params_with_grad:
             raise RuntimeError("a gradient became ready twice in one step")
@@ -176,7 +176,7 @@ class SegmentBucketGroup:
     def finish_grad_sync(self, **later: Any) -> None:
         """Finish the bucket; with overlap off, do all of it here."""
         if not self._started:
-            if self.overlap and not self.bucket.replicated:
+            if self.overlap and not self.bucket.at_end:
                 raise RuntimeError(
                     f"{len(self.params_with_grad)} of {len(self.params)} gradients of a bucket are "
                     "there: a parameter took no part in the loss"
@@ -200,9 +200,6 @@ class ReplicatedBucketGroup(SegmentBucketGroup):
     def __init__(self, *args: Any, partial: set[torch.nn.Parameter], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.partial = partial & self.params
-
-    def register_grad_ready(self, param: torch.nn.Parameter, *later: Any) -> None:
-        """Nothing: the bucket is small and waits for the end."""
 
     def _send(self, ranks: Ranks, flat: torch.Tensor) -> dist.Work | None:
         cell = self.state.cell

@@ -128,6 +128,15 @@ def broadcast_by_segment(module: torch.nn.Module, state: UnevenState, source: in
         _broadcast(replicated, state.cell.ranks[0], state.tp_group)
 
 
+def broadcast_tied(module: torch.nn.Module, state: UnevenState) -> None:
+    """Copy the first replica's embedding to the tied weights of all first and last stages."""
+    for name, parameter in module.named_parameters():
+        for piece in pieces_of(state.plan, state.rank, name, parameter.shape):
+            if piece.segment is not None and len(piece.segment.owners) > state.plan.replicas:
+                ranks = piece.segment.owners
+                _broadcast(piece.views(parameter.data), ranks[0], state.sync_groups[ranks])
+
+
 def _broadcast(views: list[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
     for dtype in sorted({view.dtype for view in views}, key=str):
         same = [view for view in views if view.dtype == dtype]

@@ -111,6 +111,10 @@ def localize_model_config(config: TransformerConfig) -> None:
     """Like :func:`localized_model_config`, in place (NeMo keeps one config object)."""
     state = get_state()
     config.tensor_model_parallel_size = state.cell.degree
+    if config.microbatch_group_size_per_vp_stage == config.pipeline_model_parallel_size:
+        config.microbatch_group_size_per_vp_stage = state.plan.stages  # Megatron's default
+    config.pipeline_model_parallel_size = state.plan.stages
+    config.virtual_pipeline_model_parallel_size = state.plan.virtual_pipeline_model_parallel_size
     config.sequence_parallel = state.plan.sequence_parallel and state.cell.degree > 1
     if hasattr(config, "embedding_init_method"):
         config.embedding_init_method = _reference_init(
@@ -140,12 +144,25 @@ def mask_dummy_vocab(model: GPTModel) -> None:
     model.output_layer.register_forward_hook(mask)
 
 
-def build_gpt_model(config: TransformerConfig, spec: ModuleSpec, **kwargs: Any) -> GPTModel:
-    """``GPTModel`` of this rank. ``kwargs`` are ``GPTModel``'s, without ``vocab_size``."""
+def build_gpt_model(
+    config: TransformerConfig, spec: ModuleSpec, chunk: int | None = None, **kwargs: Any
+) -> GPTModel:
+    """``GPTModel`` of this rank's pipeline stage.
+
+    Args:
+        chunk: which model chunk, where stages hold several (virtual stages).
+        kwargs: ``GPTModel``'s, without ``vocab_size``.
+    """
+    state = get_state()
+    stages, stage = state.plan.stages, state.cell.stage
+    last = (state.plan.virtual_pipeline_model_parallel_size or 1) - 1
     model = GPTModel(
         localized_model_config(config),
         transformer_layer_spec=uneven_layer_spec(spec),
         vocab_size=local_vocab_size(),
+        pre_process=stage == 0 and chunk in (None, 0),
+        post_process=stage == stages - 1 and chunk in (None, last),
+        vp_stage=chunk,
         **kwargs,
     )
     mask_dummy_vocab(model)

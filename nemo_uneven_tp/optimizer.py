@@ -38,10 +38,12 @@ def get_uneven_optimizer(
         return build_distributed_optimizer(config, model_chunks, build, **kwargs)
     refuse_unsupported(config)
     # Megatron leaves parameters marked "shared" out of gradient statistics: only the first
-    # replica counts, and the sum runs over the world.
+    # replica counts, a tied embedding in the first stage, and the sum runs over the world.
+    tied_copy = state.plan.ties_stages and state.cell.stage > 0
     for chunk in model_chunks:
-        for param in chunk.parameters():
-            setattr(param, "shared", state.cell.replica != 0)  # noqa: B010
+        for name, param in chunk.named_parameters():
+            copy = tied_copy and name.endswith("output_layer.weight")
+            setattr(param, "shared", state.cell.replica != 0 or copy)  # noqa: B010
     optimizer = build(config, model_chunks, **kwargs)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         part.grad_stats_parallel_group = dist.group.WORLD
@@ -50,14 +52,14 @@ def get_uneven_optimizer(
 
 def _without_dummy_zeros(optimizer: MegatronOptimizer, plan: Plan) -> MegatronOptimizer:
     """Leave the dummy vocabulary rows of the first replica, always zero, out of ``count_zeros``."""
-    cell = plan.cells[0]
-    rows = cell.shares[Axis.VOCAB][1] * cell.degree - plan.vocab_size
-    vocab_cut = [
-        parameter
-        for parameter in parameters(plan.model, plan.vocab_size)
-        if parameter.cut is not None and parameter.cut.axis is Axis.VOCAB
-    ]
-    dummies = sum(parameter.elements(rows) for parameter in vocab_cut)
+    dummies = 0
+    for stage in {0, plan.stages - 1}:
+        cell = plan.cell(0, stage)
+        rows = cell.shares[Axis.VOCAB][1] * cell.degree - plan.vocab_size
+        for parameter in parameters(plan.model, plan.vocab_size, plan.layers(stage)):
+            tied_copy = plan.ties_stages and stage > 0
+            if parameter.cut and parameter.cut.axis is Axis.VOCAB and not tied_copy:
+                dummies += parameter.elements(rows)
     if dummies:
         stock = optimizer.count_zeros
         optimizer.count_zeros = lambda: stock() - dummies

@@ -8,9 +8,14 @@ only for names that the installed version has.
 
 What the groups mean in an uneven layout:
 
-* tensor, model, expert-tensor: the cell;
-* data: for tensor-parallel rank i, the i-th rank of every cell if all cells have one, else
-  the rank alone. Nothing may reduce gradients or scalars over it: use :func:`get_state`;
+* tensor, expert-tensor: the cell; model: all ranks of the replica;
+* pipeline: for tensor-parallel rank i, the i-th rank (or the last) of every stage of the
+  replica. Its rank and size are stage and number of stages, but ranks of smaller cells are in
+  several such groups, so no collective may run over it;
+* embedding: the rank alone; tied weights meet in sync groups;
+* data: for tensor-parallel rank i, the i-th rank of every cell of the stage if all cells have
+  one, else the rank alone. Nothing may reduce gradients or scalars over it: use
+  :func:`get_state`;
 * data-parallel rank and size: the replica and the number of replicas;
 * tensor x data and the distributed-optimizer instance: the world.
 """
@@ -18,10 +23,12 @@ What the groups mean in an uneven layout:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
@@ -34,7 +41,9 @@ class UnevenState:
 
     ``sync_groups`` maps the ranks of each sync group this rank belongs to, in the plan's
     order, to its process group. ``leaders`` is the group of the first ranks of all cells of
-    this stage (``None`` on the others).
+    this stage (``None`` on the others). ``boundaries[p]`` is the group of the ranks of stage p
+    and the following one in this replica, if this rank is one of them and stock Megatron can't
+    pass activations between them.
     """
 
     plan: Plan
@@ -43,6 +52,7 @@ class UnevenState:
     tp_rank: int
     tp_group: dist.ProcessGroup
     sync_groups: dict[tuple[int, ...], dist.ProcessGroup]
+    boundaries: dict[int, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def is_leader(self) -> bool:
@@ -106,21 +116,26 @@ def initialize_uneven_model_parallel(
             stock_options.setdefault("distributed_timeout_minutes", math.ceil(timeout_s / 60))
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=cell.degree,
+            pipeline_model_parallel_size=plan.stages,
+            virtual_pipeline_model_parallel_size=plan.virtual_pipeline_model_parallel_size,
             create_gloo_process_groups=create_gloo_process_groups,
             **stock_options,
         )
-        peers = tuple(other.ranks[tp_rank] for other in plan.cells)
+        peers = tuple(other.ranks[tp_rank] for other in plan.cells_of_stage(cell.stage))
         groups = {
             cell.ranks: mpu.get_tensor_model_parallel_group(),
             peers: mpu.get_data_parallel_group(with_context_parallel=True),
         }
+        across = [g.ranks for g in plan.sync_groups if len(g.ranks) > plan.replicas]
+        groups |= _create(across, rank, timeout)
     else:
         groups = _create_groups(plan, rank, timeout)
         _install(plan, cell, tp_rank, groups, timeout, create_gloo_process_groups)
     sync_groups = {
         group.ranks: groups[group.ranks] for group in plan.sync_groups if rank in group.ranks
     }
-    _STATE = UnevenState(plan, rank, cell, tp_rank, groups[cell.ranks], sync_groups)
+    boundaries = {} if plan.has_stock_pipeline else _create_boundaries(plan, rank, timeout)
+    _STATE = UnevenState(plan, rank, cell, tp_rank, groups[cell.ranks], sync_groups, boundaries)
     return _STATE
 
 
@@ -132,7 +147,12 @@ def destroy_uneven_model_parallel() -> None:
     global _STATE
     _STATE = None
     mpu.destroy_model_parallel()
-    for name in ("_MPU_DATA_PARALLEL_RANK", "_MPU_DATA_PARALLEL_WORLD_SIZE"):
+    for name in (
+        "_MPU_DATA_PARALLEL_RANK",
+        "_MPU_DATA_PARALLEL_WORLD_SIZE",
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+    ):
         setattr(mpu, name, None)
 
 
@@ -144,22 +164,67 @@ def group_ranks(plan: Plan) -> list[tuple[int, ...]]:
     """
     wanted = [cell.ranks for cell in plan.cells]
     wanted += [group.ranks for group in plan.sync_groups]
-    wanted += [_data_parallel_ranks(plan, i) for i in range(min(plan.degrees))]
+    wanted += [
+        _data_parallel_ranks(plan, stage, i)
+        for stage in range(plan.stages)
+        for i in range(_smallest(plan, stage))
+    ]
+    if plan.stages > 1:
+        for replica in range(plan.replicas):
+            cells = plan.cells_of_replica(replica)
+            wanted.append(tuple(rank for cell in cells for rank in cell.ranks))
+            most = max(cell.degree for cell in cells)
+            wanted += [_pipeline_ranks(plan, replica, i) for i in range(most)]
     return [ranks for ranks in dict.fromkeys(wanted) if len(ranks) > 1]
 
 
-def _data_parallel_ranks(plan: Plan, tp_rank: int) -> tuple[int, ...]:
-    return tuple(cell.ranks[tp_rank] for cell in plan.cells)
+def _data_parallel_ranks(plan: Plan, stage: int, tp_rank: int) -> tuple[int, ...]:
+    return tuple(cell.ranks[tp_rank] for cell in plan.cells_of_stage(stage))
+
+
+def _smallest(plan: Plan, stage: int) -> int:
+    return min(cell.degree for cell in plan.cells_of_stage(stage))
+
+
+def _pipeline_ranks(plan: Plan, replica: int, tp_rank: int) -> tuple[int, ...]:
+    cells = plan.cells_of_replica(replica)
+    return tuple(cell.ranks[min(tp_rank, cell.degree - 1)] for cell in cells)
+
+
+def _create(
+    wanted: Iterable[tuple[int, ...]], rank: int, timeout: timedelta | None
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    groups = {}
+    for ranks in wanted:
+        group = mpu.create_group(list(ranks), timeout=timeout, group_desc="UNEVEN_TP_GROUP")
+        if rank in ranks:
+            groups[ranks] = group
+    return groups
+
+
+def _create_boundaries(
+    plan: Plan, rank: int, timeout: timedelta | None
+) -> dict[int, dist.ProcessGroup]:
+    """Groups for activations: one per replica and two neighbouring stages."""
+    found = {}
+    for replica in range(plan.replicas):
+        cells = plan.cells_of_replica(replica)
+        for stage in plan.boundaries:
+            ranks = sorted(cells[stage].ranks + cells[(stage + 1) % plan.stages].ranks)
+            group = mpu.create_group(ranks, timeout=timeout, group_desc="UNEVEN_TP_BOUNDARY")
+            if rank in ranks:
+                found[stage] = group
+    if dist.get_backend() == "nccl":
+        # NCCL wants all members in a group's first call; not all take part in each exchange.
+        for group in found.values():
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    return found
 
 
 def _create_groups(
     plan: Plan, rank: int, timeout: timedelta | None
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    groups = {}
-    for ranks in group_ranks(plan):
-        group = mpu.create_group(list(ranks), timeout=timeout, group_desc="UNEVEN_TP_GROUP")
-        if rank in ranks:
-            groups[ranks] = group
+    groups = _create(group_ranks(plan), rank, timeout)
     # Of one rank: no other rank needs to know of it.
     groups[(rank,)] = mpu.create_group(
         [rank], timeout=timeout, use_local_synchronization=True, group_desc="UNEVEN_TP_SELF_GROUP"
@@ -177,28 +242,31 @@ def _install(
 ) -> None:
     rank = cell.ranks[tp_rank]
     tp_group, alone = groups[cell.ranks], groups[(rank,)]
-    has_peers = tp_rank < min(plan.degrees)
-    peers = _data_parallel_ranks(plan, tp_rank) if has_peers else (rank,)
+    has_peers = tp_rank < _smallest(plan, cell.stage)
+    peers = _data_parallel_ranks(plan, cell.stage, tp_rank) if has_peers else (rank,)
     data_parallel = groups[peers]
     gloo = data_parallel if dist.get_backend() == "gloo" else None
     if create_gloo and gloo is None:
-        for i in range(min(plan.degrees)):
-            ranks = list(_data_parallel_ranks(plan, i))
-            group = mpu.create_group(ranks, timeout=timeout, backend="gloo")
-            gloo = group if rank in ranks else gloo
+        for stage in range(plan.stages):
+            for i in range(_smallest(plan, stage)):
+                ranks = list(_data_parallel_ranks(plan, stage, i))
+                group = mpu.create_group(ranks, timeout=timeout, backend="gloo")
+                gloo = group if rank in ranks else gloo
     world = dist.group.WORLD
     cell_ranks = list(cell.ranks)
+    replica_ranks = tuple(r for c in plan.cells_of_replica(cell.replica) for r in c.ranks)
+    pipeline = _pipeline_ranks(plan, cell.replica, tp_rank)
     values: dict[str, Any] = {
         "_TENSOR_MODEL_PARALLEL_GROUP": tp_group,
         "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": cell_ranks,
-        "_MODEL_PARALLEL_GROUP": tp_group,
-        "_MODEL_PARALLEL_GLOBAL_RANKS": cell_ranks,
+        "_MODEL_PARALLEL_GROUP": groups[replica_ranks],
+        "_MODEL_PARALLEL_GLOBAL_RANKS": list(replica_ranks),
         "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": tp_group,
         "_EXPERT_TENSOR_PARALLEL_GROUP": tp_group,
         "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": tp_group,
-        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": tp_group,
-        "_PIPELINE_MODEL_PARALLEL_GROUP": alone,
-        "_PIPELINE_GLOBAL_RANKS": [rank],
+        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": groups[replica_ranks],
+        "_PIPELINE_MODEL_PARALLEL_GROUP": groups[pipeline],
+        "_PIPELINE_GLOBAL_RANKS": list(pipeline),
         "_EMBEDDING_GROUP": alone,
         "_EMBEDDING_GLOBAL_RANKS": [rank],
         "_POSITION_EMBEDDING_GROUP": alone,
@@ -224,6 +292,11 @@ def _install(
         values[f"{name}_GLOO"] = gloo
     for name in ("_DATA_PARALLEL_GLOBAL_RANKS", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"):
         values[name] = list(peers)
+    if plan.virtual_pipeline_model_parallel_size is not None:
+        values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
+        values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = (
+            plan.virtual_pipeline_model_parallel_size
+        )
     for name, value in values.items():
         if hasattr(mpu, name):
             setattr(mpu, name, value)

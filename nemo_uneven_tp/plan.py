@@ -156,6 +156,21 @@ class Plan:
         )
 
     @property
+    def has_stock_pipeline(self) -> bool:
+        """Whether stock Megatron can pass activations between stages: equal shapes everywhere."""
+        padded = self.sequence_parallel and self.model.seq_length % self.cells[0].degree
+        return self.same_shares and not padded
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The first stage of every two that exchange activations.
+
+        With several model chunks per stage, the last one hands on to stage 0.
+        """
+        around = self.stages > 1 and (self.virtual_pipeline_model_parallel_size or 1) > 1
+        return tuple(range(self.stages if around else self.stages - 1))
+
+    @property
     def ties_stages(self) -> bool:
         """Whether the tied embedding and output weights lie in different stages."""
         return self.stages > 1 and self.model.share_embeddings_and_output_weights

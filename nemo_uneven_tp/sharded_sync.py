@@ -68,7 +68,8 @@ class ShardedBucketGroup(SegmentBucketGroup):
 
     def __init__(self, *args: Any, overlap_param_gather: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.overlap_param_gather = overlap_param_gather
+        # A tied embedding is needed by two stages that wait for each other's activations.
+        self.overlap_param_gather = overlap_param_gather and not self.bucket.tied
         self.next_param_gather_bucket_group: ShardedBucketGroup | None = None
         self.shards = self._make_shards()
         self._stale = False
@@ -222,7 +223,7 @@ def chain_in_forward_order(groups: list[SegmentBucketGroup]) -> None:
 
     Sharded buckets are in backward order; the replicated ones are needed first.
     """
-    sharded = [g for g in groups if isinstance(g, ShardedBucketGroup)]
+    sharded = [g for g in groups if isinstance(g, ShardedBucketGroup) and g.overlap_param_gather]
     order = [g for g in sharded if g.bucket.replicated]
     order += [g for g in reversed(sharded) if not g.bucket.replicated]
     for group, following in zip(order, order[1:], strict=False):

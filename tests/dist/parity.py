@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,11 +21,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_uneven_tp import cpu_mode
 from nemo_uneven_tp.batch import assign_micro_batches
+from nemo_uneven_tp.buckets import main_grad
 from nemo_uneven_tp.distributed_data_parallel import UnevenDistributedDataParallel
 from nemo_uneven_tp.finalize_grads import finalize_model_grads
 from nemo_uneven_tp.layer_specs import build_gpt_model
@@ -34,10 +36,12 @@ from nemo_uneven_tp.model_shape import ModelShape, cut_of
 from nemo_uneven_tp.optimizer import get_uneven_optimizer
 from nemo_uneven_tp.parallel_state import (
     destroy_uneven_model_parallel,
+    get_state,
     initialize_uneven_model_parallel,
 )
-from nemo_uneven_tp.plan import Plan
+from nemo_uneven_tp.plan import Cell, Plan
 from nemo_uneven_tp.planner import PlanRequest, make_plan
+from nemo_uneven_tp.stage_communication import uneven_forward_backward_func
 from nemo_uneven_tp.wire import count_traffic
 
 
@@ -47,7 +51,7 @@ class Case:
 
     seed: int
     shape: ModelShape
-    degrees: tuple[int, ...]
+    degrees: tuple[Any, ...]
     global_batch_size: int
     micro_batch_size: int
     steps: int = 3
@@ -69,20 +73,24 @@ class Case:
     reference: int | None = 1
     learnable: bool = False
     options: LayoutOptions = LayoutOptions()
+    stages: int = 1
+    chunks: int | None = None
 
     def plan(self) -> Plan:
         """The plan of the uneven run."""
-        nominal = max(self.degrees)
+        nominal = max(d for row in self.degrees for d in (row if self.stages > 1 else (row,)))
         return make_plan(
             PlanRequest(
                 model=self.shape,
                 tensor_model_parallel_size=nominal,
-                world_size=nominal * len(self.degrees),
+                world_size=nominal * len(self.degrees) * self.stages,
                 global_batch_size=self.global_batch_size,
                 micro_batch_size=self.micro_batch_size,
                 degrees=self.degrees,
                 reference_tensor_parallel_size=self.reference,
                 sequence_parallel=self.sequence_parallel,
+                pipeline_model_parallel_size=self.stages,
+                virtual_pipeline_model_parallel_size=self.chunks,
                 options=self.options,
             )
         )
@@ -132,6 +140,38 @@ def draw_case(seed: int, max_world: int = 8, **fixed: Any) -> Case:
     return case
 
 
+def draw_pipeline_case(seed: int, stages: int, max_world: int = 8, **fixed: Any) -> Case:
+    """A random case of several stages, the degrees of each drawn on its own."""
+    rng = random.Random(seed)
+    while True:
+        rows = rng.randint(1, 3)
+        table = tuple(tuple(rng.randint(1, 4) for _ in range(stages)) for _ in range(rows))
+        flat = [degree for row in table for degree in row]
+        if sum(flat) <= max_world and len(set(flat)) > 1:
+            break
+    case = draw_case(seed, **fixed)
+    groups = max(case.shape.num_query_groups, *flat)
+    heads = case.shape.heads_per_group
+    chunks = case.chunks or 1
+    shape = replace(
+        case.shape,
+        num_layers=stages * chunks * rng.choice([1, 1, 2]),
+        num_query_groups=groups,
+        num_attention_heads=groups * heads,
+        ffn_hidden_size=max(case.shape.ffn_hidden_size, *flat),
+    )
+    micro_batches = rng.randint(len(table), 7)
+    if chunks > 1:
+        micro_batches = stages * len(table) * rng.randint(1, 2)
+    return replace(
+        case,
+        shape=shape,
+        stages=stages,
+        degrees=table,
+        global_batch_size=case.micro_batch_size * micro_batches,
+    )
+
+
 def transformer_config(case: Case, degree: int) -> TransformerConfig:
     """Megatron's config of ``case``."""
     shape = case.shape
@@ -173,6 +213,8 @@ def run_stock(case: Case, degree: int = 1, distributed: bool = False) -> dict[st
     mpu.initialize_model_parallel(tensor_model_parallel_size=degree)
     try:
         built = build_stock(case, degree, distributed)
+        if case.stages > 1:
+            load_stages(case, built[1])
         replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         micro_batches = list(
             range(replica, case.global_batch_size // case.micro_batch_size, replicas)
@@ -190,9 +232,7 @@ def build_stock(
     seed_everything(case.seed)
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(
-            qk_layernorm=case.shape.qk_layernorm, normalization=case.shape.normalization
-        ),
+        layer_spec(case),
         vocab_size=case.shape.padded_vocab_size(degree),
         **gpt_options(case),
     )
@@ -200,6 +240,52 @@ def build_stock(
     chunk = DistributedDataParallel(config, ddp_config(case, distributed), wrap(config, model))
     optimizer = get_megatron_optimizer(optimizer_config(case, distributed), [chunk])
     return config, model, chunk, optimizer
+
+
+def load_stages(case: Case, whole: GPTModel) -> None:
+    """Give ``whole`` the weights that the stages of a stock pipeline start with.
+
+    Every stage draws its own layers, from a seed of its own.
+    """
+    config = transformer_config(case, 1)
+    config.pipeline_model_parallel_size = case.stages
+    config.virtual_pipeline_model_parallel_size = case.chunks
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    weights = {}
+    for stage in range(case.stages):
+        groups.pp = StandInGroup(stage, case.stages)
+        seed_everything(case.seed, stage)
+        for chunk in range(case.chunks or 1):
+            part = GPTModel(
+                config,
+                layer_spec(case),
+                vocab_size=case.shape.padded_vocab_size(1),
+                pre_process=stage == 0 and chunk == 0,
+                post_process=stage == case.stages - 1 and chunk == (case.chunks or 1) - 1,
+                vp_stage=None if case.chunks is None else chunk,
+                pg_collection=groups,
+                **gpt_options(case),
+            )
+            weights.update(local(part))
+    with torch.no_grad():
+        for name, parameter in named(whole):
+            parameter.copy_(weights[name])
+
+
+@dataclass
+class StandInGroup:
+    """Says which stage of how many a model is built for; nothing communicates over it."""
+
+    stage: int
+    stages: int
+
+    def rank(self) -> int:
+        """The stage."""
+        return self.stage
+
+    def size(self) -> int:
+        """Number of stages."""
+        return self.stages
 
 
 def run_uneven(case: Case) -> dict[str, Any]:
@@ -215,30 +301,43 @@ def run_uneven(case: Case) -> dict[str, Any]:
         destroy_uneven_model_parallel()
 
 
-def build_uneven(case: Case) -> tuple[TransformerConfig, GPTModel, Any, Any]:
-    """Config, model, wrapped model and optimizer of this rank."""
-    seed_everything(case.seed)
-    model = build_gpt_model(
-        transformer_config(case, 1),
-        get_gpt_layer_local_spec(
-            qk_layernorm=case.shape.qk_layernorm, normalization=case.shape.normalization
-        ),
-        **gpt_options(case),
-    )
-    config = model.config
-    config.finalize_model_grads_func = finalize_model_grads
-    chunk = UnevenDistributedDataParallel(
-        config, ddp_config(case, case.distributed_optimizer), wrap(config, model)
-    )
-    optimizer = get_uneven_optimizer(optimizer_config(case, case.distributed_optimizer), [chunk])
-    return config, model, chunk, optimizer
+def build_uneven(case: Case) -> tuple[TransformerConfig, Any, Any, Any]:
+    """Config, model, wrapped model and optimizer of this rank; lists if there are chunks."""
+    seed_everything(case.seed, get_state().cell.stage)
+    models = []
+    chunks: list[torch.nn.Module] = []
+    for chunk in range(case.chunks or 1):
+        model = build_gpt_model(
+            transformer_config(case, 1),
+            layer_spec(case),
+            None if case.chunks is None else chunk,
+            **gpt_options(case),
+        )
+        model.config.finalize_model_grads_func = finalize_model_grads
+        models.append(model)
+    for model in models:
+        wrapped = wrap(model.config, model)
+        options = ddp_config(case, case.distributed_optimizer)
+        chunks.append(UnevenDistributedDataParallel(model.config, options, wrapped))
+    optimizer = get_uneven_optimizer(optimizer_config(case, case.distributed_optimizer), chunks)
+    if case.chunks is None:
+        return models[0].config, models[0], chunks[0], optimizer
+    return models[0].config, models, chunks, optimizer
 
 
-def seed_everything(seed: int) -> None:
+def layer_spec(case: Case) -> Any:
+    """Megatron's local layer spec."""
+    return get_gpt_layer_local_spec(
+        qk_layernorm=case.shape.qk_layernorm, normalization=case.shape.normalization
+    )
+
+
+def seed_everything(seed: int, stage: int = 0) -> None:
     """Seed as NeMo does."""
-    torch.manual_seed(1000 + seed)
-    model_parallel_cuda_manual_seed(1000 + seed)
-    torch.manual_seed(1000 + seed)
+    seed += 1000 + 100 * stage
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(seed)
 
 
 def gpt_options(case: Case) -> dict[str, Any]:
@@ -325,12 +424,18 @@ def train(
 
     ``before_step`` and ``after_step`` are called with the number of the step.
     """
-    config.no_sync_func = chunk.no_sync
+    models = model if isinstance(model, list) else [model]
+    chunks = chunk if isinstance(chunk, list) else [chunk]
+    no_sync = [each.no_sync for each in chunks]
+    config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
     config.grad_scale_func = optimizer.scale_loss
-    forward_backward = get_forward_backward_func()
+    uneven = plan is not None
+    forward_backward = (
+        uneven_forward_backward_func(config) if uneven else get_forward_backward_func()
+    )
     sequence = case.shape.seq_length
     causal = torch.triu(torch.ones(1, 1, sequence, sequence, dtype=torch.bool), 1)
-    report: dict[str, Any] = {"losses": [], "grad_norms": [], "initial": local(model)}
+    report: dict[str, Any] = {"losses": [], "grad_norms": [], "initial": local(*models)}
     report |= {"zeros": [], "successes": [], "loss_scales": []}
 
     def loss_func(mask: torch.Tensor, output: torch.Tensor) -> Any:
@@ -347,19 +452,19 @@ def train(
     for step in range(first_step, case.steps):
         tokens, mask = batch_of(case, step)
         size = case.micro_batch_size
-        data = iter(
-            [
-                (tokens[i * size : (i + 1) * size], mask[i * size : (i + 1) * size])
-                for i in micro_batches
-            ]
-        )
+        parts = [
+            (tokens[i * size : (i + 1) * size], mask[i * size : (i + 1) * size])
+            for i in micro_batches
+        ]
+        data = [iter(parts) for _ in chunks]
         if before_step is not None:
             before_step(step)
-        chunk.zero_grad_buffer()
+        for each in chunks:
+            each.zero_grad_buffer()
         optimizer.zero_grad()
         losses = forward_backward(
             forward_step_func=forward_step,
-            data_iterator=data,
+            data_iterator=data if len(data) > 1 else data[0],
             model=chunk,
             num_microbatches=len(micro_batches),
             seq_length=sequence,
@@ -367,7 +472,9 @@ def train(
             forward_only=False,
         )
         if step == 0 and not case.distributed_optimizer:
-            report["grads"] = {n: p.main_grad.float().clone() for n, p in model.named_parameters()}
+            report["grads"] = {
+                n: main_grad(p).float().clone() for each in models for n, p in named(each)
+            }
         success, grad_norm, zeros = optimizer.step()
         report["grad_norms"].append(None if grad_norm is None else float(grad_norm))
         report["successes"].append(success)
@@ -378,22 +485,34 @@ def train(
         )
         if after_step is not None:
             after_step(step)
-    if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
-        chunk.start_param_sync(force_sync=True)
-    report["final"] = local(model)
+    for each in chunks:
+        if each.ddp_config.use_distributed_optimizer and each.ddp_config.overlap_param_gather:
+            each.start_param_sync(force_sync=True)
+    report["final"] = local(*models)
     return report
 
 
-def local(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of this rank's parameters."""
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+def local(*models: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of this rank's parameters, layers numbered as in the whole model."""
+    return {name: p.detach().clone() for model in models for name, p in named(model)}
+
+
+def named(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters with their names in the whole model."""
+    for name, parameter in model.named_parameters():
+        words = name.split(".")
+        if "layers" in words:
+            at = words.index("layers") + 1
+            words[at] = str(model.decoder.layers[int(words[at])].layer_number - 1)
+        yield ".".join(words), parameter
 
 
 def loss_curve(plan: Plan, reports: list[dict[str, Any]]) -> list[float]:
-    """Mean loss over the tokens of each global batch, from the first rank of each cell."""
+    """Mean loss over the tokens of each global batch, from the last stages' first ranks."""
     curve = []
     for step in range(len(reports[0]["losses"])):
-        parts = [reports[cell.ranks[0]]["losses"][step] for cell in plan.cells]
+        last = plan.cells_of_stage(plan.stages - 1)
+        parts = [reports[cell.ranks[0]]["losses"][step] for cell in last]
         curve.append(sum(p[0] for p in parts) / sum(p[1] for p in parts))
     return curve
 
@@ -402,8 +521,20 @@ def canonical(
     plan: Plan, replica: int, tensors: list[dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """Put the local tensors of one replica's ranks together into global ones."""
-    cell = plan.cells[replica]
-    whole = {}
+    whole: dict[str, torch.Tensor] = {}
+    for cell in plan.cells_of_replica(replica):
+        whole |= of_cell(plan, cell, tensors)
+    if plan.ties_stages:
+        tied = whole.pop("output_layer.weight")
+        assert torch.equal(tied, whole["embedding.word_embeddings.weight"]), "tied weights differ"
+    return whole
+
+
+def of_cell(
+    plan: Plan, cell: Cell, tensors: list[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Put the local tensors of one cell's ranks together."""
+    replica, whole = cell.replica, {}
     for name in tensors[cell.ranks[0]]:
         cut = cut_of(name, plan.model)
         parts = [tensors[rank][name] for rank in cell.ranks]

@@ -13,6 +13,7 @@ from tests.dist.parity import (
     Case,
     canonical,
     draw_case,
+    draw_pipeline_case,
     fingerprint,
     loss_curve,
     run_stock,
@@ -77,6 +78,14 @@ def test_distributed_optimizer_matches_one_process(ranks: RankPool, seed: int) -
     """ZeRO-1 over sync groups: losses within 1e-5 of stock without it, replicas bitwise."""
     case = draw_case(seed, distributed_optimizer=True)
     check(ranks, replace(case, steps=6, optimizer="sgd" if seed % 5 == 0 else "adam"))
+
+
+@pytest.mark.parametrize("seed", range(300, 320))
+def test_stages_match_one_process(ranks: RankPool, seed: int) -> None:
+    """Stages with their own degrees: random layouts of 2 to 4 stages, tied embeddings or not."""
+    stages = 2 + seed % 3
+    case = draw_pipeline_case(seed, stages, distributed_optimizer=seed % 5 > 2)
+    check(ranks, replace(case, steps=3))
 
 
 @pytest.mark.parametrize("seed", range(200, 210))
