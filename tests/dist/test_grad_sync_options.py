@@ -56,8 +56,9 @@ def test_option_trains_like_stock(ranks: RankPool, option: str, distributed: boo
     assert loss_curve(plan, uneven) == pytest.approx(expected, rel=1e-5)
     finals = [canonical(plan, r, [x["final"] for x in uneven]) for r in range(plan.replicas)]
     assert len({fingerprint(final) for final in finals}) == 1
+    # Adam divides by the size of gradients: one near zero makes 1% of a step (lr 1e-2) of noise.
     for name, weight in stock["final"].items():
-        torch.testing.assert_close(finals[0][name], weight, rtol=2e-3, atol=2e-5, msg=name)
+        torch.testing.assert_close(finals[0][name], weight, rtol=2e-3, atol=1e-4, msg=name)
     for report in uneven:
         assert report["grad_norms"] == pytest.approx(stock["grad_norms"], rel=1e-4)
         assert report["zeros"] == stock["zeros"]
