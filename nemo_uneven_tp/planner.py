@@ -168,6 +168,15 @@ def _split_batch(request: PlanRequest, cells: Sequence[Cell], vocab_size: int) -
             f"data.micro_batch_size={micro}, too few for {replicas} replicas to get one each; "
             "make the global batch larger or the micro-batch smaller"
         )
+    # The interleaved schedule takes micro-batches in rounds of as many as there are stages.
+    round_ = stages if request.virtual_pipeline_model_parallel_size is not None else 1
+    if total % round_ or total < replicas * round_:
+        raise UserError(
+            f"data.global_batch_size={whole} makes {total} micro-batches of "
+            f"data.micro_batch_size={micro}; with virtual stages every replica needs a multiple of "
+            f"strategy.pipeline_model_parallel_size={stages}, so make it a multiple of {stages} "
+            f"and at least {replicas * round_}"
+        )
     times: dict[tuple[int, int, tuple[float, ...]], float] = {}
     slowest = [0.0] * replicas
     for cell in cells:
@@ -175,7 +184,8 @@ def _split_batch(request: PlanRequest, cells: Sequence[Cell], vocab_size: int) -
         if kind not in times:
             times[kind] = cell_time(request.model, cell, stages)
         slowest[cell.replica] = max(slowest[cell.replica], times[kind])
-    return tuple(largest_remainder(total, [1.0 / time for time in slowest], minimum=1))
+    rounds = largest_remainder(total // round_, [1.0 / time for time in slowest], minimum=1)
+    return tuple(round_ * count for count in rounds)
 
 
 def _reference_degree(model: ModelShape, asked: int | None, nominal: int) -> int:

@@ -88,6 +88,13 @@ def test_stages_match_one_process(ranks: RankPool, seed: int) -> None:
     check(ranks, replace(case, steps=3))
 
 
+@pytest.mark.parametrize("seed", range(400, 406))
+def test_virtual_stages_match_one_process(ranks: RankPool, seed: int) -> None:
+    """Two model chunks per stage, Megatron's interleaved schedule."""
+    case = draw_pipeline_case(seed, 2, chunks=2, distributed_optimizer=seed % 2 == 1)
+    check(ranks, replace(case, steps=3))
+
+
 @pytest.mark.parametrize("seed", range(200, 210))
 def test_speeds_of_ranks_match_one_process(ranks: RankPool, seed: int) -> None:
     """Shares in proportion to speeds, equal degrees too, with and without sharded optimizers."""

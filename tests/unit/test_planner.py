@@ -101,6 +101,9 @@ def test_layers_of_virtual_stages() -> None:
     plan = make_plan(staged(virtual_pipeline_model_parallel_size=2))
     assert plan.layers(0).layers == (*range(8), *range(16, 24))
     assert plan.layers(1).layers == (*range(8, 16), *range(24, 32))
+    assert all(count % 2 == 0 for count in plan.micro_batches)
+    with pytest.raises(UserError, match="a multiple of 2 and at least 4"):
+        make_plan(staged(virtual_pipeline_model_parallel_size=2, global_batch_size=5))
     with pytest.raises(UserError, match="every stage needs equally many layers"):
         make_plan(staged(virtual_pipeline_model_parallel_size=3))
 
