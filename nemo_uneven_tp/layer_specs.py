@@ -24,6 +24,7 @@ from nemo_uneven_tp.errors import UnsupportedError
 from nemo_uneven_tp.initial_weights import InitMethod, ReferenceInit, unwrap
 from nemo_uneven_tp.model_shape import Parameter, parameters
 from nemo_uneven_tp.parallel_state import get_state
+from nemo_uneven_tp.sequence_padding import pad_sequence
 from nemo_uneven_tp.shares import Axis
 
 
@@ -166,6 +167,7 @@ def build_gpt_model(
         **kwargs,
     )
     mask_dummy_vocab(model)
+    pad_sequence(model)
     save_by_segments(model)
     return model
 

@@ -66,7 +66,7 @@ def make_plan(request: PlanRequest) -> Plan:
     sequence_parallel = request.sequence_parallel and request.tensor_model_parallel_size > 1
     _check_stages(request)
     for degree in _degrees(topology):
-        _check_degree(model, degree, sequence_parallel)
+        _check_degree(model, degree)
     reference = _reference_degree(
         model, request.reference_tensor_parallel_size, request.tensor_model_parallel_size
     )
@@ -230,7 +230,7 @@ def _check_stages(request: PlanRequest) -> None:
         )
 
 
-def _check_degree(model: ModelShape, degree: int, sequence_parallel: bool) -> None:
+def _check_degree(model: ModelShape, degree: int) -> None:
     if degree > model.num_query_groups:
         raise UserError(
             f"model.num_query_groups={model.num_query_groups} is less than the {degree} "
@@ -241,12 +241,6 @@ def _check_degree(model: ModelShape, degree: int, sequence_parallel: bool) -> No
         raise UserError(
             f"model.ffn_hidden_size={model.ffn_hidden_size} is less than the {degree} "
             "tensor-parallel ranks of a replica; make it at least as large as the degree"
-        )
-    if sequence_parallel and degree > 1 and model.seq_length % degree:
-        raise UserError(
-            f"model.seq_length={model.seq_length} is not a multiple of the degree {degree} of a "
-            "replica, which strategy.sequence_parallel=true needs; set "
-            "strategy.sequence_parallel=false or change model.seq_length"
         )
 
 

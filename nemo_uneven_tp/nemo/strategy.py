@@ -45,6 +45,7 @@ from nemo_uneven_tp.parallel_state import (
 from nemo_uneven_tp.plan import Plan
 from nemo_uneven_tp.planner import PlanRequest, make_plan
 from nemo_uneven_tp.ranks import nominal_world_size
+from nemo_uneven_tp.sequence_padding import pad_sequence
 from nemo_uneven_tp.topology import Degrees, make_topology
 
 
@@ -175,6 +176,7 @@ class UnevenMegatronStrategy(CheckedCheckpoints, nl.MegatronStrategy):
         module = self.lightning_module
         model = _gpt_model(module)
         layer_specs.mask_dummy_vocab(model)
+        pad_sequence(model)
         save_by_segments(model)
         if not is_regular(plan):
             # Stock parallel reading exchanges over data-parallel groups, which differ in size

@@ -95,6 +95,15 @@ def test_virtual_stages_match_one_process(ranks: RankPool, seed: int) -> None:
     check(ranks, replace(case, steps=3))
 
 
+@pytest.mark.parametrize("seed", range(500, 508))
+def test_padded_sequences_match_one_process(ranks: RankPool, seed: int) -> None:
+    """Sequence parallelism over 11 positions, which no degree but 1 divides."""
+    case = draw_case(seed) if seed % 2 else draw_pipeline_case(seed, 2 + seed % 4 // 2)
+    shape = replace(case.shape, seq_length=11)
+    case = replace(case, sequence_parallel=True, shape=shape, distributed_optimizer=seed % 3 == 0)
+    check(ranks, replace(case, steps=3))
+
+
 @pytest.mark.parametrize("seed", range(200, 210))
 def test_speeds_of_ranks_match_one_process(ranks: RankPool, seed: int) -> None:
     """Shares in proportion to speeds, equal degrees too, with and without sharded optimizers."""

@@ -165,7 +165,6 @@ def test_reference_degree() -> None:
         ({"model": replace(LLAMA3_8B, hidden_size=0)}, "model.hidden_size=0"),
         ({"reference_tensor_parallel_size": 3}, "1 always works"),
         ({"reference_tensor_parallel_size": 0}, "at least 1"),
-        ({"degrees": [4, 3], "sequence_parallel": True}, "sequence_parallel=false"),
     ],
 )
 def test_bad_requests_are_one_sentence(changes: dict[str, Any], said: str) -> None:
