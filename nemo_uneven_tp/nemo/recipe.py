@@ -81,7 +81,8 @@ def apply(
     strategy.degrees = None if degrees is None else list(degrees)
     strategy.allow_dropped_replicas = allow_dropped_replicas
     strategy.reference_tensor_parallel_size = reference_tensor_parallel_size
-    strategy.layout_options = layout_options or LayoutOptions()
+    if layout_options is not None and layout_options != LayoutOptions():
+        strategy.layout_options = layout_options
     if check_replicas_every:
         _add_replica_check(recipe, check_replicas_every)
     return recipe

@@ -358,6 +358,7 @@ def config(**uneven_tp: Any) -> dict[str, Any]:
         "enabled": True,
         "failed_ranks": [],
         "degrees": None,
+        "rank_speeds": None,
         "allow_dropped_replicas": False,
         "check_replicas_every": 0,
     }

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("nemo.lightning")
 
 from nemo_uneven_tp import run_files
+from nemo_uneven_tp.events import EVENTS_FILE
 from nemo_uneven_tp.cli.pretrain import Run, prepare
 
 STEPS = 5
@@ -111,6 +112,7 @@ def test_tp2_dp2_and_tp1_dp1_train_alike(tmp_path_factory: pytest.TempPathFactor
         run_files.METRICS_FILE,
         run_files.LOG_FILE,
         run_files.RESULT_FILE,
+        EVENTS_FILE,
     }
     assert "Transformer Engine" in (four.run_dir / run_files.LOG_FILE).read_text(encoding="utf-8")
 
