@@ -17,8 +17,8 @@ import pytest
 pytest.importorskip("nemo.lightning")
 
 from nemo_uneven_tp import run_files
-from nemo_uneven_tp.events import EVENTS_FILE
 from nemo_uneven_tp.cli.pretrain import Run, prepare
+from nemo_uneven_tp.events import EVENTS_FILE
 
 STEPS = 5
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
