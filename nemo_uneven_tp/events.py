@@ -61,7 +61,16 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
     "stop_done": {},
     "wait_start": {},
     "wait_end": {},
-    "plan_change": {"degrees_before": _DEGREES, "degrees_after": _DEGREES, "reason": _TEXT},
+    "plan_change": {
+        "degrees_before": _DEGREES,
+        "degrees_after": _DEGREES,
+        "degrees": _DEGREES,  # the same as degrees_after
+        "world_size": _INTEGER,
+        "nominal_world_size": _INTEGER,
+        "failed_ranks": _INTEGERS,
+        "plan": _TEXT,
+        "reason": _TEXT,
+    },
     "attempt_end": {"reason": _TEXT},
     "job_end": {"reason": _TEXT},
     # every rank

@@ -12,7 +12,8 @@ from typing import Any
 from nemo_uneven_tp import events
 from nemo_uneven_tp.errors import UserError
 from nemo_uneven_tp.goodput.books import Books, Speed, books_of, failures_of, undamaged_speed
-from nemo_uneven_tp.goodput.timeline import NANOSECONDS, Timeline, timeline_of
+from nemo_uneven_tp.goodput.reading import timeline_of
+from nemo_uneven_tp.goodput.timeline import NANOSECONDS, Timeline
 
 METRICS_FILE = "metrics.jsonl"
 

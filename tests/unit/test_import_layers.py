@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "nemo_uneven_tp"
 PURE = "errors shares model_shape plan topology planner batch ranks text_files versions events "
 PURE += "costs layout_options speeds processes "
-PURE += "job_events goodput/timeline goodput/books goodput/run goodput/compare"
+PURE += "job_events goodput/timeline goodput/reading goodput/books goodput/run goodput/compare"
 NEMO = {"nemo", "nemo_run", "fiddle", "lightning", "hydra", "omegaconf"}
 HEAVY = NEMO | {"torch", "megatron"}
 AROUND = {
