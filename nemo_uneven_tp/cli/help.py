@@ -97,6 +97,23 @@ their global shapes and sizes, and whether all files are as they were written. v
 checks alone and exits with 1 if anything is damaged. PATH: a run_dir or a checkpoint folder.
 """,
     ),
+    "goodput": Command(
+        summary="""\
+report RUN | compare BASELINE RUN...
+             what the time of a job went into, failures and the way back (--json; --html FILE)""",
+        usage="report RUN | compare BASELINE RUN... [--json] [--html FILE]",
+        composes=False,
+        text="""\
+report prints what the wall time of a run went into, read from events.jsonl in its run_dir: kept
+steps and classes of badput, which add up to the wall time; time, token and GPU goodput; each
+failure with the times of the way back. compare puts runs of the same job side by side and refuses
+runs of another model, batch or data. --html FILE writes a page with plots, which needs plotly.
+
+examples
+  uneven-tp goodput report runs/job
+  uneven-tp goodput compare runs/stock runs/uneven --html goodput.html
+""",
+    ),
     "demo": Command(
         summary="train gpt_tiny_cpu twice, stock and with a lost rank, and compare the losses",
         text="""\

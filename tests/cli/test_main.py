@@ -59,7 +59,7 @@ def test_no_command_shows_the_help(uneven_tp: UnevenTP) -> None:
 def test_an_unknown_command(uneven_tp: UnevenTP) -> None:
     outcome = uneven_tp("train")
     assert outcome.code == 2
-    assert "pretrain, plan, bench, checkpoint or demo" in outcome.err
+    assert "pretrain, plan, bench, checkpoint, goodput or demo" in outcome.err
 
 
 def test_hydras_own_options_work(uneven_tp: UnevenTP) -> None:
