@@ -2,8 +2,9 @@
 
 A checkpoint is a folder as NeMo makes it: ``weights/`` in Megatron's ``torch_dist`` format and
 perhaps ``context/``. Ours also holds a manifest, written when everything else is on disk, with
-the size and CRC-32 of every file. Stock checkpoints have none; they count as complete by
-NeMo's and Megatron's own marks. Standard library only.
+the size and CRC-32 of every file, and a small file that tells that there must be a manifest.
+Stock checkpoints have neither; they count as complete by NeMo's and Megatron's own marks.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from nemo_uneven_tp.errors import UserError
 
 MANIFEST = "uneven_tp.json"
 MANIFEST_FORMAT = 1
+MARK = "uneven_tp.checked"
+"""Tells a checkpoint that has lost its manifest from a stock one."""
 FOLDER = "checkpoints"
 """Where checkpoints lie in a run directory: NeMo's name."""
 WEIGHTS = "weights"
@@ -92,7 +95,7 @@ def _look_at(path: Path) -> Checkpoint:
     missing = [name for name in REQUIRED if not (weights_of(path) / name).is_file()]
     if marker.exists():
         problem = "NeMo was interrupted while it wrote or removed it"
-    elif missing:
+    elif missing and not has_checksums(path):  # else it was complete, and is damaged
         problem = f"{missing[0]} is missing"
     return Checkpoint(path, _step_of(path), problem)
 
@@ -105,6 +108,11 @@ def _step_of(path: Path) -> int:
         return int(read_manifest(path)["about"]["step"])
     except (OSError, ValueError, LookupError, TypeError):
         return -1
+
+
+def has_checksums(path: Path) -> bool:
+    """Whether a checkpoint was written with a manifest, even if that is lost or damaged."""
+    return (path / MANIFEST).exists() or (path / MARK).exists()
 
 
 def files_of(path: Path) -> list[str]:
@@ -129,23 +137,32 @@ def measure(path: Path, names: Iterable[str]) -> Measures:
 
 
 def write_manifest(path: Path, files: Measures, about: Mapping[str, Any]) -> None:
-    """Write the manifest of a checkpoint whose files are all on disk.
+    """Write the manifest of a checkpoint whose files are all on disk, and its mark.
 
     It appears whole, and stays after a power failure.
     """
+    _write_and_sync(path / MARK, f"The checksums of all files are in {MANIFEST}.\n")
+    files = {**files, **measure(path, [MARK])}
     content = {"format": MANIFEST_FORMAT, "about": dict(about), "files": files}
-    text = json.dumps({**content, "crc32": _crc_of(content)}, sort_keys=True, indent=1)
     unfinished = path / f".{MANIFEST}.{os.getpid()}"
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    _write_and_sync(unfinished, _text_of({**content, "crc32": _crc_of(content)}))
     unfinished.replace(path / MANIFEST)
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _write_and_sync(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _text_of(manifest: Mapping[str, Any]) -> str:
+    return json.dumps(manifest, sort_keys=True, indent=1) + "\n"
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -155,8 +172,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         FileNotFoundError: if it has none.
         ValueError: if it is damaged.
     """
-    data = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    if not isinstance(data, dict) or data.pop("crc32", None) != _crc_of(data):
+    text = (path / MANIFEST).read_bytes().decode()
+    data = json.loads(text)
+    # Blanks that mean nothing are compared as well.
+    whole = isinstance(data, dict) and text == _text_of(data)
+    if not whole or data.pop("crc32", None) != _crc_of(data):
         raise ValueError(f"{MANIFEST} is damaged")
     if data["format"] != MANIFEST_FORMAT:
         raise ValueError(f"{MANIFEST} has the format {data['format']}, not {MANIFEST_FORMAT}")
@@ -168,7 +188,7 @@ def _crc_of(content: Mapping[str, Any]) -> int:
 
 
 def damages(path: Path, share: slice = slice(None)) -> list[str]:
-    """What is wrong with the files of a checkpoint, one sentence each; none without a manifest.
+    """What is wrong with the files of a checkpoint, one sentence each; none of a stock one.
 
     Args:
         share: which of the files to look at, so that ranks may share the work.
@@ -176,7 +196,7 @@ def damages(path: Path, share: slice = slice(None)) -> list[str]:
     try:
         files = read_manifest(path)["files"]
     except FileNotFoundError:
-        return []
+        return [f"{MANIFEST} is missing"] if (path / MARK).exists() else []
     except (OSError, ValueError) as error:
         return [f"{MANIFEST} can't be used ({error})"]
     found = []

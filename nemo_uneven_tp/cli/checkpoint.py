@@ -46,7 +46,7 @@ def report(found: files.Checkpoint, with_tensors: bool) -> dict[str, Any]:
     """What is known of a checkpoint, as plain data. Reads all its files to check them."""
     damages = files.damages(found.path)
     about = None
-    if (found.path / files.MANIFEST).exists():
+    if files.has_checksums(found.path):
         checked = "checksums of all files"
         with suppress(OSError, ValueError):  # among the damages
             about = files.read_manifest(found.path)["about"]

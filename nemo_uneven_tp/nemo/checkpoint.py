@@ -186,14 +186,14 @@ def damages_together(path: Path) -> list[str]:
     """What is wrong with a checkpoint, the same on all ranks; every rank reads a part of it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     found = files.damages(path, slice(rank, None, size))
-    if rank == 0 and not (path / files.MANIFEST).exists():
+    if rank == 0 and not files.has_checksums(path):
         try:
             found = short_files(path, read_metadata(path))
         except ValueError as error:
             found = [str(error)]
     parts: list[Any] = [None] * size
     dist.all_gather_object(parts, found)
-    return [damage for part in parts for damage in part]
+    return list(dict.fromkeys(damage for part in parts for damage in part))
 
 
 def complete_in(run_dir: Path, say: Callable[[str], None]) -> list[files.Checkpoint]:

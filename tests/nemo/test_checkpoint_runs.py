@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("nemo.lightning")
 
+import torch.distributed as dist
+
 from nemo_uneven_tp.checkpoint import files
+from nemo_uneven_tp.cli.checkpoint import DAMAGED_EXIT_CODE, checkpoint
+from nemo_uneven_tp.errors import UserError
+from nemo_uneven_tp.nemo.checkpoint import CheckedCheckpoints, complete_in
 
 STEPS, FIRST = 6, 3
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -134,3 +141,73 @@ def test_a_damaged_checkpoint_is_not_used(degraded: Path) -> None:
     found = files.find(run_dir)  # the last one written anew
     assert [(c.path.name, c.problem) for c in found] == [("step_6", None), ("step_3", None)]
     assert not any(files.damages(c.path) for c in found)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def damaged(content: bytes, what: str, rng: random.Random) -> tuple[bytes | None, str]:
+    """What becomes of a file (``None``: removed), and how to name it."""
+    place = rng.randrange(len(content))
+    if what == "truncated":
+        return content[:place], f"cut to {place} bytes"
+    if what == "flipped":
+        mask = rng.randrange(1, 256)
+        changed = bytes([content[place] ^ mask])
+        return content[:place] + changed + content[place + 1 :], f"byte {place} ^ {mask}"
+    return None, "removed"
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("seed", range(3))
+def test_every_damage_of_every_file(
+    degraded: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Told by ``checkpoint verify``, refused by a resume, passed over if that is asked for."""
+    run_dir = degraded / "run"
+    newest, older = files.find(run_dir)
+    assert checkpoint(("verify", str(run_dir))) == 0
+    rng = random.Random(seed)
+    names = [*files.files_of(newest.path), files.MANIFEST]
+    assert {"weights/__0_0.distcp", "weights/common.pt", files.MARK} < set(names)
+    for name in names:
+        file = newest.path / name
+        original = file.read_bytes()
+        for what in ("truncated", "flipped", "removed"):
+            content, case = damaged(original, what, rng)
+            case = f"seed {seed}, {name}: {case}"
+            if content is None:
+                file.unlink()
+            else:
+                file.write_bytes(content)
+            try:
+                found = files.damages(newest.path)
+                assert found, case
+                assert Path(name).name in found[0], case
+                assert checkpoint(("verify", str(newest.path))) == DAMAGED_EXIT_CODE, case
+                assert_not_used(run_dir, older, case)
+            finally:
+                file.write_bytes(original)
+    capsys.readouterr()
+    assert files.damages(newest.path) == []
+
+
+def assert_not_used(run_dir: Path, older: files.Checkpoint, case: str) -> None:
+    """A resume stops with a sentence, and with ``resume.fall_back=true`` takes the older one."""
+    said: list[str] = []
+    strategy = CheckedCheckpoints()
+    strategy.say = said.append
+    strategy.resume_from = complete_in(run_dir, said.append)
+    with pytest.raises(UserError, match="step_6 is damaged: .*resume.fall_back=true"):
+        strategy._choose()
+    strategy.fall_back = True
+    assert strategy._choose() == older, case
+    assert "step_6 is damaged" in said[-2], case
+    assert said[-1] == f"resuming from {older.path} instead", case

@@ -41,7 +41,7 @@ def test_broken_ones_are_told(tmp_path: Path) -> None:
     make(tmp_path, "step_1")
     make(tmp_path, "step_2")
     (tmp_path / "step_2-unfinished").touch()
-    (make(tmp_path, "step_3") / "weights" / ".metadata").unlink()
+    (make(tmp_path, "step_3", manifest=False) / "weights" / ".metadata").unlink()
     found = files.find(tmp_path)
     assert [c.problem is None for c in found] == [False, False, True]
     assert [c.step for c in files.complete(found)] == [1]
@@ -82,8 +82,20 @@ def test_a_damaged_manifest_is_found(tmp_path: Path) -> None:
         manifest.write_text(text[:position] + chr(ord(text[position]) ^ 1) + text[position + 1 :])
         (damage,) = files.damages(path)
         assert files.MANIFEST in damage
-    manifest.write_text(text[: len(text) // 2])
-    assert files.damages(path)
+    for length in (0, len(text) // 2, len(text) - 1):
+        manifest.write_text(text[:length])
+        assert files.damages(path)
+    manifest.unlink()
+    assert files.damages(path) == [f"{files.MANIFEST} is missing"]
+
+
+def test_a_lost_file_of_a_complete_one_is_a_damage(tmp_path: Path) -> None:
+    path = make(tmp_path, "step_1")
+    (path / "weights" / "common.pt").unlink()
+    (found,) = files.find(tmp_path)
+    assert found.problem is None
+    (damage,) = files.damages(path)
+    assert "common.pt" in damage
 
 
 def test_ranks_share_the_work(tmp_path: Path) -> None:
