@@ -151,6 +151,10 @@ def goes_on(config: Config) -> bool:
 
 def _check_resume(config: Config) -> None:
     place = config.get("resume", {}).get("from")
+    if place == "":
+        raise UserError(
+            "resume.from= is empty; give a run directory or a checkpoint folder, or null for none"
+        )
     if place is not None:
         complete_from(Path(place).expanduser().absolute())
 

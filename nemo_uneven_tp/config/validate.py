@@ -44,6 +44,11 @@ _MINIMUM = {
     "launcher.timeout_s": 1,
     "launcher.threads_per_rank": 1,
 }
+_NULL = {
+    "checkpoint.every_n_steps": "null, which saves nothing",
+    "checkpoint.keep": "null, which keeps all",
+}
+"""What ``null`` means for keys of ``_MINIMUM`` where that is worth a word."""
 _ABOVE_ZERO = (
     "model.layernorm_epsilon",
     "model.init_method_std",
@@ -197,7 +202,8 @@ def _check_values(config: Config) -> None:
     for key, minimum in _MINIMUM.items():
         value = value_of(config, key)
         if value is not None and value < minimum:
-            raise UserError(f"{key}={value} must be at least {minimum}")
+            instead = f", or {_NULL[key]}" if key in _NULL else ""
+            raise UserError(f"{key}={value} must be at least {minimum}{instead}")
     if (seed := value_of(config, "seed")) is not None and seed >= 2**32:
         raise UserError(f"seed={seed} must be less than 2**32, which is what NumPy takes")
     for key in _ABOVE_ZERO:

@@ -65,6 +65,40 @@ BAD = {
     "FSDP": (["+strategy.fsdp=megatron"], "FSDP"),
     "virtual pipeline": (["strategy.virtual_pipeline_model_parallel_size=2"], "virtual pipeline"),
     "no such tokenizer": (["data.tokenizer=nope"], "data.tokenizer=nope"),
+    "checkpoint every no step": (
+        ["checkpoint.every_n_steps=0"],
+        "checkpoint.every_n_steps=0 must be at least 1, or null, which saves nothing",
+    ),
+    "checkpoint every half step": (
+        ["checkpoint.every_n_steps=0.5"],
+        "checkpoint.every_n_steps=0.5 must be an integer or null",
+    ),
+    "checkpoint keep none": (
+        ["checkpoint.keep=0"],
+        "checkpoint.keep=0 must be at least 1, or null, which keeps all",
+    ),
+    "checkpoint keep no integer": (
+        ["checkpoint.keep=all"],
+        "checkpoint.keep=all must be an integer or null",
+    ),
+    "checkpoint async no boolean": (
+        ["checkpoint.async_save=2"],
+        "checkpoint.async_save=2 must be true or false",
+    ),
+    "checkpoint async null": (
+        ["checkpoint.async_save=null"],
+        "checkpoint.async_save=null must be true or false",
+    ),
+    "resume auto no boolean": (
+        ["resume.auto=maybe"],
+        "resume.auto=maybe must be true or false",
+    ),
+    "resume fall back no boolean": (
+        ["resume.fall_back=7"],
+        "resume.fall_back=7 must be true or false",
+    ),
+    "resume from a list": (["resume.from=[a,b]"], "resume.from=['a', 'b'] must be text or null"),
+    "resume misspelt": (["resume.fallback=true"], "did you mean resume.fall_back"),
     "recipe without name": (["--config-name", "nemo_recipe"], "recipe.name"),
 }
 
@@ -126,6 +160,27 @@ def test_a_run_dir_that_is_a_file(uneven_tp: UnevenTP, text: Path) -> None:
     (text / "file").touch()
     assert_refused(uneven_tp("pretrain", f"run_dir={text / 'file'}"), "not a folder")
     assert_refused(uneven_tp("pretrain", f"run_dir={text / 'file' / 'x'}"), "can't be created")
+
+
+def test_nothing_to_resume_from(uneven_tp: UnevenTP, text: Path) -> None:
+    allowed = "a run directory or a checkpoint folder"
+
+    def refused(place: object, said: str) -> None:
+        outcome = uneven_tp("pretrain", f"resume.from={place}")
+        assert_refused(outcome, f"resume.from={place} {said}")
+        assert allowed in outcome.err
+
+    refused("", "is empty")
+    refused(text / "no", "is not a folder")
+    (text / "file").touch()
+    refused(text / "file", "is not a folder")
+    refused(text, "holds no complete checkpoint")
+    # A stock checkpoint that was interrupted: Megatron's metadata.json comes last.
+    weights = text / "checkpoints" / "step_3" / "weights"
+    weights.mkdir(parents=True)
+    (weights / ".metadata").touch()
+    refused(text, "holds no complete checkpoint (step_3: metadata.json is missing)")
+    refused(weights, "holds no complete checkpoint (step_3: metadata.json is missing)")
 
 
 def test_several_nodes_without_a_launcher(uneven_tp: UnevenTP) -> None:
