@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "nemo_uneven_tp"
 PURE = "errors shares model_shape plan topology planner batch ranks text_files versions events "
 PURE += "costs layout_options speeds processes "
 PURE += "job_events goodput/timeline goodput/reading goodput/books goodput/run goodput/compare"
+PURE += " supervise/policy"
 NEMO = {"nemo", "nemo_run", "fiddle", "lightning", "hydra", "omegaconf"}
 HEAVY = NEMO | {"torch", "megatron"}
 AROUND = {
