@@ -22,6 +22,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from nemo_uneven_tp import cpu_mode
+from nemo_uneven_tp.bench import checkpoints
 from nemo_uneven_tp.bench.model import Trainee
 from nemo_uneven_tp.bench.reshard_first import ReshardFirst
 from nemo_uneven_tp.bench.timed import alternate, paired_ratio, quartiles
@@ -56,6 +57,10 @@ def main(folder: str) -> int:
     counted = count(task["config"], plan)
     if undamaged is not None:
         times |= compare_sync(task["config"], plan, task["rounds"])
+        peer = Plan.from_dict(task["peer"])
+        times |= checkpoints.compare(
+            task["config"], plan, peer, Path(folder), task["checkpoint_rounds"]
+        )
     (Path(folder) / f"rank-{rank}.json").write_text(json.dumps({"counts": counted, "times": times}))
     dist.barrier()
     dist.destroy_process_group()

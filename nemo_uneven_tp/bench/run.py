@@ -26,11 +26,13 @@ from nemo_uneven_tp.bench.counts import (
 )
 from nemo_uneven_tp.config.request import plan_request
 from nemo_uneven_tp.errors import UserError
+from nemo_uneven_tp.layout_options import LayoutOptions
 from nemo_uneven_tp.plan import Plan
-from nemo_uneven_tp.planner import make_plan
+from nemo_uneven_tp.planner import make_plan, stock_layout_exists
 
 NOOP_PAIRS = 61
 SYNC_ROUNDS = 15
+CHECKPOINT_ROUNDS = 7
 MAX_PROCESSES = 16
 MAX_STEP_FLOPS = 2e11
 """What two CPU cores do in a few seconds."""
@@ -118,14 +120,40 @@ def undamaged_plan(config: dict[str, Any]) -> Plan:
     return make_plan(replace(request, global_batch_size=whole, reference_tensor_parallel_size=None))
 
 
+def stock_peer(config: dict[str, Any], plan: Plan) -> Plan:
+    """The plan of stock Megatron with the same model on as many ranks, at its largest degree."""
+    request = plan_request(config)
+    ranks, model = plan.world_size, request.model
+    degree = max(
+        degree
+        for degree in range(1, request.tensor_model_parallel_size + 1)
+        if ranks % degree == 0 and (degree == 1 or stock_layout_exists(model, degree))
+    )
+    return make_plan(
+        replace(
+            request,
+            tensor_model_parallel_size=degree,
+            world_size=ranks,
+            failed_ranks=(),
+            degrees=None,
+            sequence_parallel=False,
+            options=LayoutOptions(),
+            global_batch_size=ranks // degree * request.micro_batch_size,
+            reference_tensor_parallel_size=plan.reference_tensor_parallel_size,
+        )
+    )
+
+
 def _measure(
     config: dict[str, Any], plan: Plan, counts_only: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     from nemo_uneven_tp.launch import launch
 
-    undamaged = None if counts_only else undamaged_plan(config).to_dict()
-    task: dict[str, Any] = {"config": config, "plan": plan.to_dict(), "undamaged": undamaged}
-    task |= {"pairs": NOOP_PAIRS, "rounds": SYNC_ROUNDS}
+    task: dict[str, Any] = {"config": config, "plan": plan.to_dict(), "undamaged": None}
+    task |= {"pairs": NOOP_PAIRS, "rounds": SYNC_ROUNDS, "checkpoint_rounds": CHECKPOINT_ROUNDS}
+    if not counts_only:
+        task["undamaged"] = undamaged_plan(config).to_dict()
+        task["peer"] = stock_peer(config, plan).to_dict()
     folder = Path(tempfile.mkdtemp(prefix="uneven-tp-bench-"))
     (folder / "task.json").write_text(json.dumps(task))
     sys.stderr.write(f"Starting {plan.nominal_world_size} processes on this machine ...\n")

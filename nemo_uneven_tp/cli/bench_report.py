@@ -22,6 +22,7 @@ TIMES_LEGEND = """\
 Times are medians of paired rounds that alternate in this run, on CPU over loopback; nothing
 failed / stock: whole steps of one micro-batch per replica.
 all-reduce: what a rank of the smallest degree sends, in one stock all-reduce.
+checkpoint: ours with checksums made and compared, stock Megatron on as many ranks without.
 reshard-first: arXiv 2504.06095 section 3, with all-reduce; counts are of the busiest rank.
 """
 
@@ -103,7 +104,25 @@ def _ratios(report: dict[str, Any]) -> str:
             ("sync time, reshard-first / segments", _number(peer, "sync_time_ratio_to_segments")),
             ("step time, reshard-first / segments", _number(peer, "step_time_ratio_to_segments")),
         ]
+    if "checkpoint" in report:
+        rows += _checkpoint(report["checkpoint"])
     return table(("what", "value"), rows)
+
+
+def _checkpoint(found: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("checkpoint, bytes of files / of the state", f"{found['file_bytes_over_state']:.4f}"),
+    ]
+    for what in ("save", "load"):
+        low, high = found[f"{what}_time_ratio_to_stock_quartiles"]
+        ratio = f"{_number(found, f'{what}_time_ratio_to_stock')} "
+        rows.append(
+            (
+                f"checkpoint {what} time / stock ({found['rounds']} pairs)",
+                f"{ratio}(quartiles {low:.3f} to {high:.3f})",
+            )
+        )
+    return rows
 
 
 def _number(values: dict[str, Any], key: str) -> str:

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from nemo import lightning as nl
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.io import pl as checkpoint_io
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
 from nemo_uneven_tp.checkpoint import files
-from nemo_uneven_tp.checkpoint.stored import read_metadata, short_files
+from nemo_uneven_tp.checkpoint.together import damages_together, write_manifest_together
 from nemo_uneven_tp.errors import UserError
 
 
@@ -168,32 +167,6 @@ def read_on_cpu() -> None:
     """Let NeMo read checkpoints without CUDA: it asserts that CUDA is in use."""
     if not torch.cuda.is_available():
         checkpoint_io._fix_tensors_device = lambda checkpoint: checkpoint  # noqa: SLF001
-
-
-def write_manifest_together(path: Path, about: Mapping[str, Any]) -> None:
-    """Write the manifest of a checkpoint; every rank reads an equal part of the files."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    names: list[list[str]] = [files.files_of(path) if rank == 0 else []]
-    dist.broadcast_object_list(names, 0)
-    parts: list[Any] = [None] * size
-    dist.all_gather_object(parts, files.measure(path, names[0][rank::size]))
-    if rank == 0:
-        merged = {name: part[name] for part in parts for name in part}
-        files.write_manifest(path, merged, about)
-
-
-def damages_together(path: Path) -> list[str]:
-    """What is wrong with a checkpoint, the same on all ranks; every rank reads a part of it."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    found = files.damages(path, slice(rank, None, size))
-    if rank == 0 and not files.has_checksums(path):
-        try:
-            found = short_files(path, read_metadata(path))
-        except ValueError as error:
-            found = [str(error)]
-    parts: list[Any] = [None] * size
-    dist.all_gather_object(parts, found)
-    return list(dict.fromkeys(damage for part in parts for damage in part))
 
 
 def complete_in(run_dir: Path, say: Callable[[str], None]) -> list[files.Checkpoint]:
