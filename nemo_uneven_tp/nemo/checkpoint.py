@@ -8,6 +8,7 @@ checkpoint is used, and the way back to an older one.
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class RunCheckpoints(ModelCheckpoint):
             verbose=False,
         )
         self.about = dict(about)
+        self._removals: list[threading.Thread] = []
 
     def _monitor_candidates(self, trainer: Any) -> dict[str, torch.Tensor]:
         # NeMo logs a "step" that counts from 0.
@@ -75,6 +77,27 @@ class RunCheckpoints(ModelCheckpoint):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
         super().on_train_end(trainer, pl_module)
+
+    def _remove_checkpoint(self, trainer: Any, filepath: str, override_async: bool = False) -> None:
+        # With async saves NeMo removes in a thread, and takes the mark away before it is done.
+        if not (self.async_save and override_async):
+            super()._remove_checkpoint(trainer, filepath, override_async)
+            return
+        self.set_checkpoint_unfinished_marker(filepath, barrier_after=True)
+        if trainer.is_global_zero:
+            removal = threading.Thread(target=self._remove_and_unmark, args=(trainer, filepath))
+            self._removals = [r for r in self._removals if r.is_alive()] + [removal]
+            removal.start()
+
+    def _remove_and_unmark(self, trainer: Any, filepath: str) -> None:
+        super(ModelCheckpoint, self)._remove_checkpoint(trainer, filepath)
+        self.remove_checkpoint_unfinished_marker(filepath)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Wait for the removal of outdated checkpoints."""
+        for removal in self._removals:
+            removal.join()
+        super().teardown(trainer, pl_module, stage)
 
     def _get_finalize_save_checkpoint_callback(
         self, trainer: Any, filepath: str, global_step: int

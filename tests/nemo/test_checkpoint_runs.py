@@ -9,8 +9,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from nemo_uneven_tp.checkpoint import files
 from nemo_uneven_tp.cli.checkpoint import DAMAGED_EXIT_CODE, checkpoint
 from nemo_uneven_tp.errors import UserError
-from nemo_uneven_tp.nemo.checkpoint import CheckedCheckpoints, complete_in
+from nemo_uneven_tp.nemo.checkpoint import CheckedCheckpoints, RunCheckpoints, complete_in
 
 STEPS, FIRST = 6, 3
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -211,3 +213,26 @@ def assert_not_used(run_dir: Path, older: files.Checkpoint, case: str) -> None:
     assert strategy._choose() == older, case
     assert "step_6 is damaged" in said[-2], case
     assert said[-1] == f"resuming from {older.path} instead", case
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_is_marked_until_it_is_removed(tmp_path: Path) -> None:
+    """With asynchronous saves the removal runs in the background: a kill may meet it."""
+    path = tmp_path / "step_1"
+    (path / "weights").mkdir(parents=True)
+    files.write_manifest(path, {}, {"step": 1})
+    allowed = threading.Event()
+
+    def remove(given: str) -> None:
+        assert allowed.wait(30)
+        shutil.rmtree(given)
+
+    strategy = SimpleNamespace(remove_checkpoint=remove)
+    trainer = SimpleNamespace(strategy=strategy, is_global_zero=True, callbacks=[])
+    callback = RunCheckpoints(tmp_path, 1, 2, {})
+    callback.async_save = True
+    callback._remove_checkpoint(trainer, str(path), override_async=True)
+    assert [c.problem is None for c in files.find(tmp_path)] == [False]
+    allowed.set()
+    callback.teardown(trainer, None, "fit")
+    assert list(tmp_path.glob("step_1*")) == []
